@@ -1,0 +1,50 @@
+"""Signals become a flag: a handler notes that one came, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+__all__ = ["Signals"]
+
+log = logging.getLogger("statetrain")
+
+
+class Signals:
+    """Note signals while the `with` block runs; `received` is the first of them.
+
+    Handlers that were there before are called too, and are put back at the end. A second Ctrl-C
+    raises `KeyboardInterrupt` at once. Outside the main thread, where Python allows no handlers,
+    nothing is noted.
+    """
+
+    def __init__(self, watched: Iterable[signal.Signals]) -> None:
+        self.watched = tuple(watched)
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.watched:
+                self._before[number] = signal.signal(number, self._note)
+        elif self.watched:
+            log.warning("fit runs outside the main thread: signals do not save the run")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is None:
+            self.received = signal.Signals(number)
+        before = self._before.get(signal.Signals(number))
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)

@@ -1,0 +1,1 @@
+"""Loaders that go on at the next batch."""

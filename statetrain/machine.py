@@ -1,0 +1,358 @@
+"""A loop being driven: a `transitions.Machine` whose walk is compiled into flat tuples.
+
+It is the only file that imports `transitions`. Everything the documentation of `transitions` shows
+works on it, and iterating over it leaves the same trace as calling its triggers. It knows nothing
+of torch, files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import transitions
+from transitions.core import Condition, EventData
+
+from statetrain.callbacks import Callback, Callbacks
+from statetrain.errors import LoopError
+from statetrain.loop import Action, Guard, Loop, nearest
+
+__all__ = ["Machine"]
+
+TRIGGER = "advance"
+MUTATORS = (
+    "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
+    "__delitem__", "__iadd__", "__imul__", "__setitem__",
+)  # fmt: skip
+
+Work: TypeAlias = Callable[[], Any]
+
+
+class Edge(NamedTuple):
+    """A compiled transition: what must be true, and what runs before and after the state moves."""
+
+    guards: tuple[Work, ...]
+    leaving: tuple[Work, ...]
+    dest: Any
+    arriving: tuple[Work, ...]
+
+
+class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no type information
+    """Drive a loop. The signature, triggers and attributes are those of `transitions.Machine`.
+
+    `Machine.of(loop, run)` builds one from a loop: its trigger is `advance`, its model is the run.
+    Iterating over it walks to a final state and yields the name of each state whose work is done.
+    The walk is compiled when it starts, and again whenever the machine changes. With `send_event`,
+    `queued` or machine-wide callbacks `transitions`' own triggers walk.
+    """
+
+    _table: dict[Any, tuple[Edge, ...]] | None = None
+    _course: _Course | None = None
+
+    @classmethod
+    def of(cls, loop: Loop, run: Any, callbacks: Callbacks | None = None) -> Machine:
+        """Build the machine that drives `run` through `loop`.
+
+        A run whose `state` is empty starts at the beginning, another one goes on from its state.
+
+        Raises:
+            LoopError: `run.state` is not a state of the loop.
+        """
+        resumed = run.state
+        if resumed and resumed not in loop.names:
+            raise LoopError(f"run.state={resumed!r} is not a state{nearest(resumed, loop.names)}")
+        for name, value in list(vars(run).items()):  # triggers that an earlier machine left there
+            if isinstance(value, partial) and isinstance(_model_of(value), transitions.Machine):
+                delattr(run, name)
+        machine = cls(
+            model=run,
+            states=[{"name": state.name, "final": state.final} for state in loop.states],
+            transitions=[
+                {
+                    "trigger": TRIGGER,
+                    "source": edge.source,
+                    "dest": edge.dest,
+                    "conditions": partial(_truth, edge.when, run) if edge.when else None,
+                }
+                for edge in loop.transitions
+            ],
+            initial=resumed or loop.initial,
+            auto_transitions=False,
+        )
+        attached = callbacks if callbacks is not None else Callbacks(loop)
+        machine._course = _Course(machine, loop, run, attached, entered=bool(resumed))
+        return machine
+
+    def refresh(self) -> None:
+        """Take in the callbacks attached since; what was added in other ways stays behind them."""
+        if self._course is not None:
+            self._course.lay()
+
+    def rehearse(self, name: str, work: Action) -> None:
+        """Do `work(run)` immediately before the action of the state `name`, at each visit."""
+        if self._course is not None:
+            self._course.rehearsals[name] = work
+            self._course.lay()
+
+    def start(self) -> None:
+        """Do the initial state's work, once: `transitions` enters an initial state without it."""
+        if self._course is not None and not self._course.entered:
+            self._course.entered = True
+            initial = self.get_state(self.initial)
+            for work in (*self._course.opening(), *map(self._resolved, initial.on_enter)):
+                self._do(work)
+
+    def __iter__(self) -> Iterator[str]:
+        """Walk to a final state, yielding the name of each state whose work is done.
+
+        Raises:
+            LoopError: no transition out of the state is open.
+        """
+        run, attribute = self._only_model(), self.model_attribute
+        if self._course is not None and not self._course.entered:
+            self.start()
+            yield self.get_model_state(run).name
+        while not self.get_model_state(run).final:
+            source = getattr(run, attribute)
+            table = self._table if self._table is not None else self._compile()
+            if source in table:
+                moved = self._take(table[source], run, attribute)
+            else:
+                moved = self.events[TRIGGER].trigger(run)
+            if not moved:
+                raise LoopError(
+                    f"no transition out of state {source!r} is open: "
+                    "let the last one have no guard, or finish"
+                )
+            reached = self.get_model_state(run)
+            if reached.final and self._course is not None:
+                run.came_from = source
+            yield reached.name
+
+    def _take(self, edges: tuple[Edge, ...], run: Any, attribute: str) -> bool:
+        work: Work | None = None
+        try:
+            for guards, leaving, dest, arriving in edges:
+                for work in guards:
+                    if not work():
+                        break
+                else:
+                    for work in leaving:
+                        work()
+                    setattr(run, attribute, dest)
+                    for work in arriving:
+                        work()
+                    return True
+        except Exception as error:
+            self._note(error, work)
+            raise
+        return False
+
+    def _do(self, work: Work) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._note(error, work)
+            raise
+
+    def _note(self, error: Exception, work: Work | None) -> None:
+        where = self._course.label(work) if self._course is not None else None
+        if where is not None:
+            error.add_note(where)
+
+    def _only_model(self) -> Any:
+        if len(self.models) != 1:
+            raise LoopError(
+                f"iterating needs one model, this machine has {len(self.models)}: call triggers"
+            )
+        return self.models[0]
+
+    def _compile(self) -> dict[Any, tuple[Edge, ...]]:
+        """Flatten what `transitions` would interpret; leave out states it must walk itself."""
+        table: dict[Any, tuple[Edge, ...]] = {}
+        if self._plain() and TRIGGER in self.events:
+            event = self.events[TRIGGER]
+            for source in list(event.transitions):
+                found = event.transitions[source] = self._watched(event.transitions[source])
+                state = self.states.get(source)
+                if state is not None and found and all(map(self._compilable, found)):
+                    table[state.value] = tuple(self._edge(state, edge) for edge in found)
+        self._table = table
+        return table
+
+    def _plain(self) -> bool:
+        wide = (
+            self.send_event, self.has_queue, self.prepare_event, self.before_state_change,
+            self.after_state_change, self.finalize_event, self.on_exception, self.on_final,
+        )  # fmt: skip
+        kind, original = type(self), transitions.Machine
+        return not any(wide) and all(
+            getattr(kind, name) is getattr(original, name)
+            for name in ("callback", "callbacks", "set_state", "resolve_callable", "_process")
+        )
+
+    def _compilable(self, edge: Any) -> bool:
+        ends = (self.states.get(edge.source), self.states.get(edge.dest))
+        return (
+            type(edge).execute is transitions.Transition.execute
+            and all(type(condition).check is Condition.check for condition in edge.conditions)
+            and all(
+                type(end).enter is transitions.State.enter
+                and type(end).exit is transitions.State.exit
+                for end in ends
+            )
+        )
+
+    def _edge(self, source: Any, edge: Any) -> Edge:
+        dest = self.states[edge.dest]
+        for owner, name in (
+            (edge, "prepare"), (edge, "conditions"), (edge, "before"), (edge, "after"),
+            (source, "on_exit"), (dest, "on_enter"),
+        ):  # fmt: skip
+            setattr(owner, name, self._watched(getattr(owner, name)))
+        prepare = (partial(_done, self._resolved(work)) for work in edge.prepare)
+        checks = (self._guard(condition) for condition in edge.conditions)
+        return Edge(
+            guards=(*prepare, *checks),
+            leaving=tuple(map(self._resolved, (*edge.before, *source.on_exit))),
+            dest=dest.value,
+            arriving=tuple(map(self._resolved, (*dest.on_enter, *edge.after))),
+        )
+
+    def _guard(self, condition: Any) -> Work:
+        check = condition.func
+        if condition.target is True and isinstance(check, partial) and check.func is _truth:
+            return partial(*check.args)  # a loop's guard: asked for its truth in any case
+        return partial(_equal, self._resolved(check), condition.target)
+
+    def _resolved(self, function: Any) -> Work:
+        return partial(self._call_named, function) if isinstance(function, str) else function
+
+    def _call_named(self, name: str) -> Any:
+        data = EventData(None, None, self, self._only_model(), (), {})
+        return self.resolve_callable(name, data)()
+
+    def _watched(self, items: Iterable[Any]) -> Any:
+        if isinstance(items, _Watched) and items.machine is self:
+            return items
+        watched = _Watched(items)
+        watched.machine = self
+        return watched
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name not in ("_table", "_course", vars(self).get("model_attribute")):
+            self._table = None
+
+    def add_states(self, *args: Any, **kwargs: Any) -> None:
+        """As `transitions.Machine.add_states`."""
+        self._table = None
+        super().add_states(*args, **kwargs)
+
+    def add_transition(self, *args: Any, **kwargs: Any) -> None:
+        """As `transitions.Machine.add_transition`."""
+        self._table = None
+        super().add_transition(*args, **kwargs)
+
+    def remove_transition(self, *args: Any, **kwargs: Any) -> None:
+        """As `transitions.Machine.remove_transition`."""
+        self._table = None
+        super().remove_transition(*args, **kwargs)
+
+
+class _Watched(list[Any]):
+    """A list of callbacks whose changes make the machine compile again."""
+
+    machine: Machine | None = None
+
+
+def _watching(name: str) -> Callable[..., Any]:
+    mutate = getattr(list, name)
+
+    def change(self: _Watched, *args: Any, **kwargs: Any) -> Any:
+        if self.machine is not None:
+            self.machine._table = None  # noqa: SLF001 - both are this file's
+        return mutate(self, *args, **kwargs)
+
+    change.__name__ = name
+    return change
+
+
+for _name in MUTATORS:
+    setattr(_Watched, _name, _watching(_name))
+
+
+class _Course:
+    """The loop, the run and the callbacks of a machine, laid into the lists of `transitions`."""
+
+    def __init__(
+        self, machine: Machine, loop: Loop, run: Any, attached: Callbacks, *, entered: bool
+    ) -> None:
+        self.machine = machine
+        self.loop = loop
+        self.run = run
+        self.attached = attached
+        self.entered = entered
+        self.rehearsals: dict[str, Action] = {}
+        self.labels: dict[int, str] = {}
+        self.laid: dict[tuple[str, str], int] = {}  # how many leading entries of a list are ours
+        self.lay()
+
+    def lay(self) -> None:
+        """Put actions and callbacks at the head of each state's and transition's list."""
+        self.labels = {}
+        for state in self.loop.states:
+            rehearsal = self.rehearsals.get(state.name)
+            works = [work for work in (rehearsal, state.action) if work is not None]
+            bound = [self.bind(work, f"in the action of state {state.name!r}") for work in works]
+            bound += self.bound(self.attached.firing(state.name), f"after state {state.name!r}")
+            self.put(self.machine.states[state.name].on_enter, ("", state.name), bound)
+        for edge in self.loop.transitions:
+            bound = self.bound(self.attached.firing(edge.name), f"at transition {edge.name!r}")
+            leading = self.attached.firing(edge.dest, leading=True)
+            bound += self.bound(leading, f"before state {edge.dest!r}")
+            for found in self.machine.get_transitions(TRIGGER, edge.source, edge.dest)[:1]:
+                self.put(found.before, (edge.source, edge.dest), bound)
+
+    def opening(self) -> list[Work]:
+        """Bind what fires before the initial state."""
+        initial = self.loop.initial
+        return self.bound(self.attached.firing(initial, leading=True), f"before state {initial!r}")
+
+    def bound(self, callbacks: Iterable[Callback], where: str) -> list[Work]:
+        return [self.bind(c.call, f"in callback {c.label!r} {where}") for c in callbacks]
+
+    def bind(self, function: Action, label: str) -> Work:
+        work = partial(function, self.run)
+        self.labels[id(work)] = label
+        return work
+
+    def put(self, place: list[Any], key: tuple[str, str], works: list[Work]) -> None:
+        place[: self.laid.get(key, 0)] = works
+        self.laid[key] = len(works)
+
+    def label(self, work: Work | None) -> str | None:
+        """Say where `work` stands and how far the run is, for a note on an exception."""
+        where = self.labels.get(id(work))
+        if where is None and isinstance(work, partial):
+            where = f"in guard {getattr(work.func, '__qualname__', work.func)!r}"
+        return where and f"{where} (epoch {self.run.epoch}, step {self.run.step})"
+
+
+def _truth(guard: Guard, run: Any) -> bool:
+    return bool(guard(run))  # transitions compares with True: a guard may return any truth
+
+
+def _done(work: Work) -> bool:
+    work()
+    return True
+
+
+def _equal(check: Work, target: object) -> bool:
+    return bool(check() == target)
+
+
+def _model_of(bound: partial[Any]) -> object:
+    owner = getattr(bound.func, "__self__", None)  # Machine methods, or Event.trigger
+    return getattr(owner, "machine", owner)

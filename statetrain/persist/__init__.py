@@ -1,0 +1,1 @@
+"""What is saved, how it becomes bytes, and where it is stored."""

@@ -1,0 +1,224 @@
+"""A run as a plain tree in memory, and back.
+
+Live objects (modules, optimizers, schedulers, loaders, generators) become a `Part` in the tree and
+are restored in place; the rest is data. It knows no bytes, no URLs and no ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from statetrain.errors import CheckpointError
+from statetrain.persist import randomness
+from statetrain.persist.parts import KINDS, Part, buffers, extra_states, kind_of
+from statetrain.run import KIND, Run
+
+__all__ = ["Rehearsal", "capture", "differences", "fields", "live_parts", "pairs", "restore"]
+
+
+def capture(run: Run) -> dict[str, Any]:
+    """Return the run's stored fields as a tree.
+
+    Its tensors share memory with the run: encode the tree, or copy it, before the run goes on.
+
+    Raises:
+        CheckpointError: the run has an attribute that is no declared field.
+    """
+    kinds = fields(run)
+    for name, value in vars(run).items():
+        if name not in kinds and not isinstance(value, partial):  # transitions' triggers are
+            raise CheckpointError(
+                f"run.{name} is not a declared field, so no checkpoint would hold it: "
+                f"write `{name}: ...` in the dataclass {type(run).__name__}"
+            )
+    seen: dict[int, str] = {}
+    return {
+        name: _captured(getattr(run, name), f"run.{name}", seen)
+        for name, kind in kinds.items()
+        if kind == "stored"
+    }
+
+
+def restore(run: Run, tree: dict[str, Any]) -> None:
+    """Give the run the state in `tree`, whose tensors belong to the run afterwards.
+
+    It does not ask whether the tree fits: `differences` does, and changes nothing.
+    """
+    found = list(pairs(run, tree))
+    for kind, way in KINDS.items():
+        for _, live, part in found:
+            if part.kind == kind:
+                way.restore(live, part.state)
+    for name, node in tree.items():
+        setattr(run, name, _merged(getattr(run, name), node))
+
+
+def fields(run: Run) -> dict[str, str]:
+    """Return each field's name with its kind: `"stored"`, `"static"` or `"transient"`."""
+    return {f.name: f.metadata.get(KIND, "stored") for f in dataclasses.fields(run)}
+
+
+def differences(run: Run, tree: dict[str, Any]) -> list[str]:
+    """Name everything in which `tree` does not fit the run, changing nothing."""
+    here = {name for name, kind in fields(run).items() if kind == "stored"}
+    found = [f"run.{name} is not in the checkpoint" for name in sorted(here - set(tree))]
+    found += [f"run.{name} is only in the checkpoint" for name in sorted(set(tree) - here)]
+    saved = set()
+    for path, live, part in pairs(run, tree):
+        saved.add(path)
+        kind = kind_of(live)
+        if part.kind == "same":
+            continue
+        if kind != part.kind:
+            found.append(f"{path}: a {part.kind} in the checkpoint, {_named(live)} in this run")
+        elif kind in KINDS:
+            found += KINDS[kind].differences(live, part.state, path)
+    for path, live in live_parts(run):
+        if path not in saved and path.split(".")[1].split("[")[0] in tree:
+            found.append(f"{path}: nothing in the checkpoint, {_named(live)} in this run")
+    return found
+
+
+def live_parts(run: Run) -> Iterator[tuple[str, Any]]:
+    """Yield path and object of every live object in the stored fields."""
+    for name, kind in fields(run).items():
+        if kind == "stored":
+            yield from _live(getattr(run, name), f"run.{name}")
+
+
+def pairs(run: Run, tree: dict[str, Any]) -> Iterator[tuple[str, Any, Part]]:
+    """Yield path, live object (None where there is none) and `Part` of each part in `tree`."""
+    for name, node in tree.items():
+        yield from _paired(getattr(run, name, None), node, f"run.{name}")
+
+
+class Rehearsal:
+    """What a replayed action needs from before it ran: random streams, buffers, extra states."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, Any] | None = None
+
+    def take(self, run: Run) -> None:
+        """Copy it, immediately before the action."""
+        self.taken = {"random": randomness.capture(), "modules": _volatile(run)}
+
+    @staticmethod
+    def replay(run: Run, before: dict[str, Any], action: Callable[[Any], None]) -> None:
+        """Do `action` again as it was done: from `before`, and not logging a second time.
+
+        What callbacks did to buffers after the action is put back.
+        """
+        after = _volatile(run)
+        rows, metrics = run.rows, dict(run.metrics)
+        randomness.restore(before["random"])
+        _set_volatile(run, before["modules"])
+        run.rows = []
+        action(run)
+        run.rows, run.metrics = rows, metrics
+        _set_volatile(run, after)
+
+
+def _captured(value: Any, path: str, seen: dict[int, str]) -> Any:
+    kind = kind_of(value)
+    if kind is not None:
+        if id(value) in seen:
+            return Part("same", seen[id(value)])
+        seen[id(value)] = path
+        if kind != "dataclass":
+            return Part(kind, KINDS[kind].capture(value))
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if (items := _items(value, path)) is None:
+        return value
+    return _rebuilt(value, [_captured(item, place, seen) for _, place, item in items])
+
+
+def _items(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
+    """Return key, path and value of what a container holds; None if it is gone into by nobody."""
+    if type(value) is dict:
+        return [(key, f"{path}[{key!r}]", item) for key, item in value.items()]
+    if type(value) in (list, tuple):
+        return [(index, f"{path}[{index}]", item) for index, item in enumerate(value)]
+    if kind_of(value) == "dataclass":
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, f"{path}.{name}", getattr(value, name)) for name in names]
+    return None
+
+
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    if type(value) is dict:
+        return dict(zip(value, items, strict=True))
+    if type(value) in (list, tuple):
+        return type(value)(items)
+    names = [field.name for field in dataclasses.fields(value)]
+    return Part("dataclass", dict(zip(names, items, strict=True)))
+
+
+def _live(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if kind_of(value) is not None:
+        yield path, value
+    if kind_of(value) in (None, "dataclass"):
+        for _, place, item in _items(value, path) or ():
+            yield from _live(item, place)
+
+
+def _paired(live: Any, node: Any, path: str) -> Iterator[tuple[str, Any, Part]]:
+    if isinstance(node, Part):
+        yield path, live, node
+        if node.kind == "dataclass":
+            for name, item in node.state.items():
+                yield from _paired(getattr(live, name, None), item, f"{path}.{name}")
+        return
+    there = {key: item for key, _, item in _items(live, path) or ()}
+    for key, place, item in _items(node, path) or ():
+        yield from _paired(there.get(key), item, place)
+
+
+def _merged(live: Any, node: Any) -> Any:
+    """Return the value that belongs where `node` is: parts are the live objects themselves."""
+    if isinstance(node, Part):
+        if node.kind == "dataclass":
+            for name, item in node.state.items():
+                object.__setattr__(live, name, _merged(getattr(live, name), item))
+        return live
+    items = _items(node, "")
+    if items is None:
+        return node
+    there = {key: item for key, _, item in _items(live, "") or ()}
+    return _rebuilt(node, [_merged(there.get(key), item) for key, _, item in items])
+
+
+def _modules(run: Run) -> list[tuple[str, nn.Module]]:
+    return [(path, value) for path, value in live_parts(run) if isinstance(value, nn.Module)]
+
+
+def _volatile(run: Run) -> dict[str, Any]:
+    return {
+        path: {
+            "buffers": {n: None if b is None else b.detach().clone() for n, b in buffers(module)},
+            "extra": extra_states(module),
+        }
+        for path, module in _modules(run)
+    }
+
+
+def _set_volatile(run: Run, taken: dict[str, Any]) -> None:
+    for path, module in _modules(run):
+        for name, saved in taken[path]["buffers"].items():
+            if saved is None:
+                continue
+            live = module.get_buffer(name)
+            if not torch.equal(live, saved):
+                live.data.copy_(saved)  # .data: autograd must not see the graph's buffers change
+        for name, extra in taken[path]["extra"].items():
+            module.get_submodule(name).set_extra_state(extra)
+
+
+def _named(live: Any) -> str:
+    return "nothing" if live is None else f"a {kind_of(live) or type(live).__name__}"

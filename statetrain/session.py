@@ -1,0 +1,282 @@
+"""One call of `fit`: a run taken up where its newest checkpoint left it, saved, and left."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from signal import SIGINT
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from statetrain.callbacks import Callbacks
+from statetrain.cluster.preempt import Signals
+from statetrain.data.loader import Loader
+from statetrain.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    CheckpointError,
+    DataError,
+    Preempted,
+)
+from statetrain.loop import Loop
+from statetrain.machine import Machine
+from statetrain.persist import container, randomness, snapshot
+from statetrain.persist.checkpoint import Checkpoints, Snapshot, changed, graph, misfits
+from statetrain.run import Run
+
+__all__ = ["Session"]
+
+log = logging.getLogger("statetrain")
+
+
+class Session:
+    """Carry one `fit` from the newest checkpoint to the next stop; use it in a `with` block.
+
+    Iterating over it walks from where the run is; a complete run has nothing to walk.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: Run,
+        loop: Loop,
+        callbacks: Callbacks,
+        loggers: Sequence[Any],
+        checkpoints: Checkpoints | None,
+        seed: int | None,
+        fresh: bool,
+        exact: bool | None,
+    ) -> None:
+        self.run = run
+        self.loop = loop
+        self.callbacks = callbacks
+        self.loggers = loggers
+        self.checkpoints = checkpoints
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.fresh = fresh
+        self.strict = exact if exact is not None else checkpoints is not None
+        self.leaving = False
+        self.machine: Machine | None = None
+        self.signals = Signals(() if checkpoints is None else checkpoints.signals)
+        self.rehearsals: dict[str, snapshot.Rehearsal] = {}
+        self._replayed = {state.name for state in loop.states if state.replay}
+        self._checked = checkpoints is None
+        self._exit = ExitStack()
+
+    def __enter__(self) -> Session:
+        with ExitStack() as opened:
+            opened.callback(self.run.close)
+            self._name_loaders()
+            self.run.ready()
+            found = self._locked_and_found(opened)
+            for logger in self.loggers:
+                opened.callback(logger.close)
+            opened.callback(self._flush)
+            if found is None:
+                self._start()
+            else:
+                self._take_up(found)
+            opened.enter_context(self.signals)
+            self._exit = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with self._exit:
+            if error is None and not self.leaving and self.machine is not None:
+                self._finish()
+            received = self.signals.received
+        if error is None and self.leaving and received is not None and self.checkpoints is not None:
+            code = EXIT_INTERRUPTED if received == SIGINT else EXIT_PREEMPTED
+            url, state = self.checkpoints.url, self.run.state
+            message = f"{received.name}: saved in state {state!r} at {url}; run it again to go on"
+            log.warning("%s", message)
+            raise Preempted(message, code=code, url=url, state=state)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(()) if self.machine is None else iter(self.machine)
+
+    def save_if_due(self, state: str) -> None:
+        """Do what was asked for in `state`, now that its work and its callbacks are over."""
+        run, checkpoints = self.run, self.checkpoints
+        if checkpoints is None:
+            self.leaving = run.request == "stop"
+            return
+        if not self._checked and run.batch is not None:
+            self._check_storable()
+        if self.signals.received is not None:
+            run.stop()
+        wanted = run.request
+        due = checkpoints.due(run, state) and checkpoints.chosen(state)
+        if wanted is None and not due:
+            return
+        if state in self._replayed and state not in self.rehearsals:
+            return  # in the next state then: this one leaves what cannot be stored
+        self._save(state)
+        self.leaving = wanted == "stop"
+
+    def _save(self, state: str) -> None:
+        assert self.checkpoints is not None  # noqa: S101
+        self.run.request = None
+        self.checkpoints.save(self.run, self.snapshot(), state)
+
+    def _finish(self) -> None:
+        self.run.request = None
+        if self.checkpoints is not None:
+            self._save(self.run.state)
+
+    def snapshot(self) -> Snapshot:
+        """Return the run and all that belongs to it; its tensors are those of the run."""
+        self._flush()
+        run = self.run
+        kinds = snapshot.fields(run)
+        rehearsal = self.rehearsals.get(run.state)
+        return Snapshot(
+            run=snapshot.capture(run),
+            static={n: _plain(getattr(run, n)) for n, kind in kinds.items() if kind == "static"},
+            random=randomness.capture(),
+            callbacks=self.callbacks.state_dict(),
+            loggers=[logger.state_dict() for logger in self.loggers],
+            loop=graph(self.loop),
+            options=dict(self.loop.options),
+            limits=dataclasses.asdict(run.limits),
+            replay=None if rehearsal is None else rehearsal.taken,
+        )
+
+    def _name_loaders(self) -> None:
+        """Give each loader its own random stream, and refuse what cannot be resumed exactly."""
+        run = self.run
+        run.seed = self.seed if run.seed is None else run.seed
+        found: list[str] = []
+        for path, loader in snapshot.live_parts(run):
+            if isinstance(loader, Loader):
+                loader.name = loader.name or path
+                loader.seed = run.seed if loader.seed is None else loader.seed
+                found += [f"{path}: {problem}" for problem in loader.problems()]
+        self._object(found, DataError, "the run could not go on exactly")
+
+    def _object(self, found: list[str], error: type[Exception], what: str) -> None:
+        message = "\n  - ".join([f"{what}:", *found])
+        if found and self.strict:
+            raise error(f"{message}\nTrainer(exact=False) makes this a warning")
+        if found and self.checkpoints is not None:
+            log.warning("%s", message)
+
+    def _locked_and_found(self, opened: ExitStack) -> Snapshot | None:
+        checkpoints = self.checkpoints
+        if checkpoints is None:
+            return None
+        self._check_storable()
+        checkpoints.store.lock()
+        opened.callback(checkpoints.store.unlock)
+        found = checkpoints.newest()
+        checkpoints.store.claim()
+        checkpoints.begin(self.run)
+        if found is None:
+            return None
+        record, saved = found
+        if self.fresh:
+            raise CheckpointError(
+                f'resume="never", but {checkpoints.url} holds checkpoints ({record.id}): '
+                "give another URL, or remove them"
+            )
+        self._check_fit(saved, f"checkpoint {record.id} at {checkpoints.url}")
+        return saved
+
+    def _check_storable(self) -> None:
+        """Encode everything without writing it: better an error now than when a signal comes."""
+        container.check(self.snapshot())
+        self._checked = self.run.batch is not None
+
+    def _check_fit(self, saved: Snapshot, where: str) -> None:
+        found = misfits(self.loop, self.run, saved)
+        for name, kind in snapshot.fields(self.run).items():
+            if kind == "static":
+                was = {name: saved.static.get(name)}
+                found += changed("run", was, {name: _plain(getattr(self.run, name))})
+        if found:
+            raise CheckpointError("\n  - ".join([f"{where} does not fit this run:", *found]))
+        lost = self.callbacks.differences(saved.callbacks)
+        self._object(lost, CheckpointError, f"{where} has other callbacks")
+        limits = dataclasses.asdict(self.run.limits)
+        for line in (
+            *changed("option", saved.options, self.loop.options),
+            *changed("limit", saved.limits, limits),
+            *_rates(self.run, saved),
+        ):
+            log.warning("%s", line)
+
+    def _start(self) -> None:
+        for logger in self.loggers:
+            logger.start(None)
+        self.machine = self._armed()
+
+    def _take_up(self, saved: Snapshot) -> None:
+        """Give the run the saved state; the random streams last, when nothing draws any more."""
+        run = self.run
+        snapshot.restore(run, saved.run)
+        self.callbacks.load_state_dict(saved.callbacks)
+        for logger, state in zip(self.loggers, saved.loggers, strict=False):
+            logger.start(state)
+        for logger in self.loggers[len(saved.loggers) :]:
+            logger.start(None)
+        if self.checkpoints is not None:
+            self.checkpoints.begin(run)
+        state = self.loop.state(run.state)
+        if state.final and not self._goes_on():
+            log.info("the run is complete (epoch %d, step %d): nothing to do", run.epoch, run.step)
+            return
+        self.machine = self._armed()
+        if state.replay and state.action is not None:
+            assert saved.replay is not None  # noqa: S101 - no save without it
+            snapshot.Rehearsal.replay(run, saved.replay, state.action)
+        randomness.restore(saved.random)
+
+    def _goes_on(self) -> bool:
+        """Whether a raised limit opens another way out of the state before the final one."""
+        for edge in self.loop.leaving(self.run.came_from):
+            if edge.when is None or edge.when(self.run):
+                if self.loop.state(edge.dest).final:
+                    return False
+                self.run.state = self.run.came_from
+                return True
+        return False
+
+    def _armed(self) -> Machine:
+        machine = Machine.of(self.loop, self.run, self.callbacks)
+        if self.checkpoints is not None:
+            for name in self._replayed & self.checkpoints.at:
+                self.rehearsals[name] = snapshot.Rehearsal()
+                machine.rehearse(name, self.rehearsals[name].take)
+        return machine
+
+    def _flush(self) -> None:
+        rows, self.run.rows = self.run.rows, []
+        for logger in self.loggers:
+            logger.write(rows)
+
+
+def _plain(value: Any) -> Any:
+    """Return a static field as it is compared: itself if it can be stored, else its repr."""
+    try:
+        container.check(value)
+    except CheckpointError:
+        return repr(value)
+    return value
+
+
+def _rates(run: Run, saved: Snapshot) -> list[str]:
+    """Say where an optimizer was built with another learning rate than the saved one."""
+    found: list[str] = []
+    for path, live, part in snapshot.pairs(run, saved.run):
+        if isinstance(live, torch.optim.Optimizer):
+            groups = zip(part.state["state"]["param_groups"], live.param_groups, strict=True)
+            for i, (old, new) in enumerate(groups):
+                was, now = ({"lr": group.get("initial_lr", group["lr"])} for group in (old, new))
+                found += changed(f"{path}.param_groups[{i}]", was, now)
+    return found

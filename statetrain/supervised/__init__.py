@@ -1,0 +1,1 @@
+"""The supervised loop: its module, its states and its table."""

@@ -1,0 +1,587 @@
+"""The supervised loop, whole: what a run carries, the work of each state, guards, and the table.
+
+Read from top to bottom it is an epoch: batches, passes over the optimizers, steps, validation. It
+knows no files and no `transitions`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from statetrain.data.loader import Loader, resumable
+from statetrain.errors import DataError, TrainingError
+from statetrain.loop import Loop, State, Transition
+from statetrain.persist.randomness import Lane
+from statetrain.persist.registry import register
+from statetrain.run import Run, transient
+from statetrain.supervised.batches import moved, samples
+from statetrain.supervised.module import Module
+from statetrain.supervised.optimizers import Schedule, clear, configured, parameters, scale
+from statetrain.supervised.passes import (
+    all_parameters,
+    freeze_others,
+    loss_of,
+    own_gradients,
+    shared,
+    thaw,
+)
+
+__all__ = ["SupervisedRun", "Window", "supervised"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The settings that belong to the mathematics of the loop: see `supervised`."""
+
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    val_check_interval: int | float | None = None
+    limit_train_batches: int | None = None
+    limit_val_batches: int | None = None
+
+
+@dataclass(kw_only=True)
+class Window:
+    """The micro-batches whose gradients one optimizer step uses.
+
+    `planned` is how many there will be as far as known, `seen` how many came (those without a loss
+    too), `summed` how many have added to the gradients; `steps` counts the optimizer's steps.
+    """
+
+    planned: int = 0
+    seen: int = 0
+    summed: int = 0
+    steps: int = 0
+
+
+register(Window, "statetrain.Window")
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class SupervisedRun(Run):
+    """A supervised run. `epoch`, `batch_nb`, `step`, `loss` and `metrics` are for everyone."""
+
+    module: Module
+    train_loader: Loader
+    val_loader: Loader | None = None
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[Schedule] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    loss: torch.Tensor | None = None  # of the newest pass; detached once backward is done
+
+    epochs: int = 0  # epochs done
+    batches: int = 0  # batches of this epoch that are done
+    batch_open: bool = False  # between batch_start and batch_end
+    pass_i: int = 0  # the optimizer whose turn it is
+    pass_open: bool = False  # between forward and pass_end
+    served: int = 0  # the optimizer that the last step was about
+    stepped: bool = False  # whether it did step
+    counted: bool = False  # whether this batch has raised run.step
+    frozen: list[int] = field(default_factory=list)  # parameters that sit out this pass
+    owner: int = 0  # whose gradients stand in parameters of several optimizers
+    shelf: dict[int, dict[int, Any]] = field(default_factory=dict)  # ... and those of the others
+
+    validated: int | None = None  # `batches` at this epoch's newest validation
+    validations: int = 0
+    modes: list[bool] | None = None  # training or eval, of each submodule, before validation
+    totals: dict[str, list[Any]] = field(default_factory=dict)  # name -> [weighted sum, weight]
+    val_random: Lane = field(default_factory=Lane)
+
+    options: Options = transient(default_factory=Options)
+    device: torch.device | None = transient(default=None)  # where batches go; None: as they are
+    parameters: list[torch.nn.Parameter] = transient(default_factory=list)
+    shared: list[torch.nn.Parameter] = transient(default_factory=list)
+    interval: int | None = transient(default=None)  # batches between validations
+    weight: int = transient(default=1)  # samples of the validation batch in hand
+    batch_hook_takes_batch: bool = transient(default=True)
+    hooks: list[Any] = transient(default_factory=list)
+
+    def ready(self) -> None:
+        """Configure the optimizers and check the module against them."""
+        module = self.module
+        module.run, module.trainer = self, self.trainer
+        if self.limits.max_epochs is None and self.limits.max_steps is None:
+            raise TrainingError("training has no end: give Trainer(max_epochs=...) or max_steps")
+        self.optimizers, self.schedulers = configured(module.configure_optimizers())
+        self.windows = [Window() for _ in self.optimizers]
+        _check_module(self)
+        places = [p.device for p in module.parameters()]
+        self.device = places[0] if places and places[0].type != "cpu" else None
+        self.parameters = all_parameters(self)
+        self.shared = shared(self)
+        self.interval = _interval(self)
+        self._watch_steps()
+
+    def _watch_steps(self) -> None:
+        """Notice the steps that an overridden `optimizer_step` makes, or does not make."""
+        if not _overrides(self.module, "optimizer_step"):
+            return
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            if not self.stepped:
+                self.stepped = True
+                self.module.on_before_zero_grad(optimizer)
+
+        self.hooks = [o.register_step_post_hook(stepped) for o in self.optimizers]
+
+    def close(self) -> None:
+        """Take back hooks, modes and frozen parameters, also when training was broken off."""
+        for hook in self.hooks:
+            hook.remove()
+        thaw(self)
+        _leave_eval(self)
+        self.module.run = None
+
+    def record(self, name: str, value: Any) -> None:
+        """Log `value`; inside a validation, add it to the mean."""
+        if self.modes is None:
+            self.log(name, value)
+        else:
+            _add(self, {name: value})
+
+
+# The work of each state, in the order of the loop.
+
+
+def epoch_start(run: SupervisedRun) -> None:
+    """Begin an epoch at its first batch."""
+    run.epoch = run.epochs
+    run.batches = 0
+    run.validated = None
+    run.epoch_ending = False
+    run.train_loader.start(run.epoch)
+    run.module.on_epoch_start()
+
+
+def batch_start(run: SupervisedRun) -> None:
+    """Fetch a batch and plan the windows that begin with it."""
+    run.batch = moved(next(run.train_loader), run.device)
+    run.batch_nb = run.train_loader.position - 1
+    run.batch_open, run.batch_skipped, run.counted = True, False, False
+    run.pass_i = 0
+    for window in run.windows:
+        if window.seen == 0:
+            window.planned = min(run.options.accumulate_grad_batches, _batches_left(run))
+    arguments = (run.batch,) if run.batch_hook_takes_batch else ()
+    if run.module.on_batch_start(*arguments) == -1:
+        run.end_epoch()
+
+
+def forward(run: SupervisedRun) -> None:
+    """Compute the loss of this batch for the optimizer whose turn it is.
+
+    It is replayed on resume, so whatever it changes it leaves as it is the second time.
+    """
+    run.pass_open = True
+    own_gradients(run, run.pass_i)
+    freeze_others(run)
+    turn = (run.pass_i,) if len(run.optimizers) > 1 else ()
+    try:
+        run.loss = loss_of(run, run.module.training_step(run.batch, run.batch_nb, *turn))
+    except BaseException:
+        thaw(run)
+        raise
+
+
+def backward(run: SupervisedRun) -> None:
+    """Add the gradients of the loss, divided by the planned length of the window."""
+    window, loss = run.windows[run.pass_i], run.loss
+    assert loss is not None  # noqa: S101 - guarded by has_loss
+    share = loss / window.planned if window.planned > 1 else loss
+    run.module.backward(False, share, run.optimizers[run.pass_i])
+    run.loss = loss.detach()
+    window.seen += 1
+    window.summed += 1
+    thaw(run)
+    run.module.on_after_backward()
+
+
+def step(run: SupervisedRun) -> None:
+    """Step the first optimizer whose window is due, and its schedulers."""
+    run.served = i = next(i for i in range(len(run.windows)) if _due(run, i))
+    window, optimizer = run.windows[i], run.optimizers[i]
+    own_gradients(run, i)
+    if window.summed != window.planned:  # closed early, or a pass without a loss
+        scale(parameters(optimizer), window.planned / window.summed)
+    if run.options.gradient_clip_val is not None:
+        torch.nn.utils.clip_grad_norm_(parameters(optimizer), run.options.gradient_clip_val)
+    run.stepped = not run.hooks
+    run.module.optimizer_step(run.epoch, run.batch_nb, optimizer, i, None)
+    window.planned = window.seen = window.summed = 0
+    if run.stepped:
+        window.steps += 1
+        run.step += not run.counted
+        run.counted = True
+        _step_schedulers(run, "step", i, window.steps)
+
+
+def zero_grad(run: SupervisedRun) -> None:
+    """Clear the gradients of the optimizer that stepped."""
+    optimizer = run.optimizers[run.served]
+    if not run.hooks:  # an overridden optimizer_step has called it right after the step
+        run.module.on_before_zero_grad(optimizer)
+    clear(optimizer)
+
+
+def pass_end(run: SupervisedRun) -> None:
+    """Move on to the next optimizer, once per forward."""
+    if run.pass_open:
+        if run.loss is None:
+            run.windows[run.pass_i].seen += 1
+            thaw(run)
+        run.pass_open = False
+        run.pass_i += 1
+    for window in run.windows:
+        if window.summed == 0 and window.seen >= window.planned:  # nothing came of this window
+            window.seen = 0
+
+
+def batch_end(run: SupervisedRun) -> None:
+    """Count the batch as done."""
+    run.batch_open = False
+    run.batches += 1
+    run.module.on_batch_end()
+
+
+def validation_start(run: SupervisedRun) -> None:
+    """Switch to eval mode, at the first validation batch."""
+    run.validated = run.batches
+    run.validations += 1
+    run.totals = {}
+    if run.val_loader is not None:
+        run.val_loader.start(run.validations)
+    run.val_random.seed(run.seed or 0, "validation", run.validations)
+    run.modes = [module.training for module in run.module.modules()]
+    run.module.eval()
+    run.module.on_pre_performance_check()
+
+
+def validation_step(run: SupervisedRun) -> None:
+    """Add the metrics of one validation batch; no gradient and no random stream is touched."""
+    assert run.val_loader is not None  # noqa: S101 - guarded by has_val
+    batch = moved(next(run.val_loader), run.device)
+    with torch.no_grad(), run.val_random:
+        run.weight = samples(batch)
+        metrics = run.module.validation_step(batch, run.val_loader.position - 1)
+    if isinstance(metrics, torch.Tensor):
+        metrics = {"val_loss": metrics}
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TrainingError(f"validation_step returned {metrics!r}: return a dict of metrics")
+    _add(run, metrics or {})
+    run.weight = 1
+
+
+def validation_end(run: SupervisedRun) -> None:
+    """Log the means, and go back to the modes of training."""
+    _leave_eval(run)
+    for name, (total, weight) in run.totals.items():
+        run.log(name, float(total / weight))
+    run.module.on_post_performance_check()
+
+
+def epoch_end(run: SupervisedRun) -> None:
+    """Count the epoch as done and step its schedulers."""
+    run.epochs += 1
+    for i in range(len(run.optimizers)):
+        _step_schedulers(run, "epoch", i, run.epochs)
+    run.module.on_epoch_end()
+
+
+# The guards: pure functions of the run.
+
+
+def has_next(run: SupervisedRun) -> bool:
+    """Whether this epoch goes on with another batch."""
+    return not epoch_over(run)
+
+
+def trainable(run: SupervisedRun) -> bool:
+    """Whether the batch in hand is to be trained on."""
+    return not (run.batch_skipped or run.epoch_ending)
+
+
+def has_loss(run: SupervisedRun) -> bool:
+    """Whether `training_step` returned a loss."""
+    return run.loss is not None
+
+
+def window_due(run: SupervisedRun) -> bool:
+    """Whether an optimizer holds the gradients of a window that is full, or must close now."""
+    return any(_due(run, i) for i in range(len(run.windows)))
+
+
+def stepped(run: SupervisedRun) -> bool:
+    """Whether the optimizer did step."""
+    return run.stepped
+
+
+def more_passes(run: SupervisedRun) -> bool:
+    """Whether another optimizer has its turn with this batch."""
+    return 0 < run.pass_i < len(run.optimizers)
+
+
+def has_batch(run: SupervisedRun) -> bool:
+    """Whether the batch in hand is still to be ended; one ended by -1 is not."""
+    return run.batch_open and not (run.epoch_ending and run.pass_i == 0)
+
+
+def validation_due(run: SupervisedRun) -> bool:
+    """Whether to validate at this position: at a multiple of the interval, or the epoch's end.
+
+    `finish` adds no validation, and no position is validated twice.
+    """
+    if run.val_loader is None or run.options.limit_val_batches == 0:
+        return False
+    if run.validated == run.batches:
+        return False
+    interval = run.interval
+    at_interval = interval is not None and run.batches > 0 and run.batches % interval == 0
+    return at_interval or run.epoch_ending or not _more_batches(run)
+
+
+def has_val(run: SupervisedRun) -> bool:
+    """Whether there is another validation batch."""
+    loader, limit = run.val_loader, run.options.limit_val_batches
+    return loader is not None and loader.has_next and (limit is None or loader.position < limit)
+
+
+def epoch_over(run: SupervisedRun) -> bool:
+    """Whether this epoch has no further batch."""
+    return run.epoch_ending or run.finishing or not _more_batches(run)
+
+
+def paused(run: SupervisedRun) -> bool:
+    """Whether a limit is reached in the middle of an epoch; a higher one goes on from here."""
+    return run.limits.max_steps is not None and run.step >= run.limits.max_steps
+
+
+def finished(run: SupervisedRun) -> bool:
+    """Whether training is over."""
+    limit = run.limits.max_epochs
+    return run.finishing or paused(run) or (limit is not None and run.epochs >= limit)
+
+
+STATES = (
+    State("epoch_start", epoch_start),
+    State("batch_start", batch_start),
+    State("forward", forward, replay=True),
+    State("backward", backward),
+    State("step", step),
+    State("zero_grad", zero_grad),
+    State("pass_end", pass_end),
+    State("batch_end", batch_end),
+    State("validation_start", validation_start),
+    State("validation_step", validation_step),
+    State("validation_end", validation_end),
+    State("epoch_end", epoch_end),
+    State("done", final=True),
+)
+
+TRANSITIONS = (
+    Transition("epoch_start", "batch_start", has_next),
+    Transition("epoch_start", "validation_start", validation_due),
+    Transition("epoch_start", "epoch_end"),
+    Transition("batch_start", "forward", trainable),
+    Transition("batch_start", "pass_end"),
+    Transition("forward", "backward", has_loss),
+    Transition("forward", "pass_end"),
+    Transition("backward", "step", window_due),
+    Transition("backward", "pass_end"),
+    Transition("step", "zero_grad", stepped),
+    Transition("step", "pass_end"),
+    Transition("zero_grad", "pass_end"),
+    Transition("pass_end", "step", window_due),
+    Transition("pass_end", "forward", more_passes),
+    Transition("pass_end", "batch_end", has_batch),
+    Transition("pass_end", "validation_start", validation_due),
+    Transition("pass_end", "epoch_end"),
+    Transition("batch_end", "pass_end", window_due),
+    Transition("batch_end", "validation_start", validation_due),
+    Transition("batch_end", "epoch_end", epoch_over),
+    Transition("batch_end", "done", paused),
+    Transition("batch_end", "batch_start"),
+    Transition("validation_start", "validation_step", has_val),
+    Transition("validation_start", "validation_end"),
+    Transition("validation_step", "validation_step", has_val),
+    Transition("validation_step", "validation_end"),
+    Transition("validation_end", "pass_end", window_due),
+    Transition("validation_end", "epoch_end", epoch_over),
+    Transition("validation_end", "done", paused),
+    Transition("validation_end", "batch_start"),
+    Transition("epoch_end", "done", finished),
+    Transition("epoch_end", "epoch_start"),
+)
+
+
+def supervised(
+    *,
+    accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
+    val_check_interval: int | float | None = None,
+    limit_train_batches: int | None = None,
+    limit_val_batches: int | None = None,
+) -> Loop:
+    """Declare the supervised loop, for `fit(module, train_loader, val_loader=None)`.
+
+    `accumulate_grad_batches`: micro-batches whose mean gradient makes one optimizer step; a window
+    that the epoch's end cuts short is the mean of what it has. `gradient_clip_val`: the largest
+    norm of an optimizer's gradients, as `torch.nn.utils.clip_grad_norm_`. `val_check_interval`:
+    validate after every so many batches of an epoch (a float is a fraction of the epoch); an
+    epoch's end is always validated, once. `limit_*_batches`: use only so many batches of each.
+
+    Raises:
+        TrainingError: a setting has no meaning; the message says which values have one.
+    """
+    options = {
+        "accumulate_grad_batches": _whole("accumulate_grad_batches", accumulate_grad_batches, 1),
+        "gradient_clip_val": gradient_clip_val,
+        "val_check_interval": val_check_interval,
+        "limit_train_batches": _whole("limit_train_batches", limit_train_batches, 0),
+        "limit_val_batches": _whole("limit_val_batches", limit_val_batches, 0),
+    }
+    if gradient_clip_val is not None and not gradient_clip_val > 0:
+        raise TrainingError(f"gradient_clip_val={gradient_clip_val!r}: give a norm above 0")
+    if isinstance(val_check_interval, float):
+        if not 0 < val_check_interval <= 1:
+            raise TrainingError(
+                f"val_check_interval={val_check_interval!r}: give a number of batches as an int, "
+                "or a fraction of the epoch as a float up to 1.0"
+            )
+    else:
+        _whole("val_check_interval", val_check_interval, 1)
+    return Loop(
+        initial="epoch_start",
+        states=STATES,
+        transitions=TRANSITIONS,
+        options=options,
+        begin=_begin,
+    )
+
+
+def _begin(
+    options: Mapping[str, Any], module: Any, train_loader: Any, val_loader: Any = None
+) -> SupervisedRun:
+    if not isinstance(module, Module):
+        what = "write st.Module.wrap(model, loss=..., optimizer=...), or subclass st.Module"
+        raise TrainingError(f"fit was given a {type(module).__name__} to train: {what}")
+    run = SupervisedRun(
+        module=module,
+        train_loader=resumable(train_loader),
+        val_loader=None if val_loader is None else resumable(val_loader),
+        options=Options(**options),
+    )
+    if run.train_loader.length == 0:
+        raise DataError("the training loader is empty: check the dataset, batch_size and drop_last")
+    return run
+
+
+def _check_module(run: SupervisedRun) -> None:
+    module = run.module
+    turn = (0,) if len(run.optimizers) > 1 else ()
+    _check_hook(module, "training_step", (None, 0, *turn), "batch, batch_nb, optimizer_i")
+    if run.val_loader is not None:
+        if not _overrides(module, "validation_step"):
+            module.validation_step(None, 0)  # says what to write
+        _check_hook(module, "validation_step", (None, 0), "batch, batch_nb")
+    run.batch_hook_takes_batch = bool(inspect.signature(module.on_batch_start).parameters)
+
+
+def _check_hook(module: Module, name: str, arguments: tuple[Any, ...], names: str) -> None:
+    try:
+        inspect.signature(getattr(module, name)).bind(*arguments)
+    except TypeError:
+        names = ", ".join(names.split(", ")[: len(arguments)])
+        why = "" if len(arguments) < 3 else ": there are several optimizers"
+        raise TrainingError(
+            f"{type(module).__name__}.{name} must be def {name}(self, {names}){why}"
+        ) from None
+
+
+def _overrides(module: Module, name: str) -> bool:
+    return getattr(type(module), name) is not getattr(Module, name) or name in vars(module)
+
+
+def _interval(run: SupervisedRun) -> int | None:
+    interval = run.options.val_check_interval
+    if not isinstance(interval, float):
+        return interval
+    if run.train_loader.length is None:
+        raise DataError(
+            f"val_check_interval={interval} is a fraction of an epoch of unknown length: "
+            "give a number of batches"
+        )
+    return max(1, int(_limited(run, run.train_loader.length) * interval))
+
+
+def _limited(run: SupervisedRun, length: int) -> int:
+    limit = run.options.limit_train_batches
+    return length if limit is None else min(length, limit)
+
+
+def _more_batches(run: SupervisedRun) -> bool:
+    loader, limit = run.train_loader, run.options.limit_train_batches
+    return (limit is None or loader.position < limit) and loader.has_next
+
+
+def _batches_left(run: SupervisedRun) -> int:
+    """Return how many batches of this epoch are left, with the one in hand, as far as known."""
+    if not _more_batches(run):
+        return 1
+    length = run.train_loader.length
+    if length is None:
+        return run.options.accumulate_grad_batches
+    return max(1, _limited(run, length) - run.train_loader.position + 1)
+
+
+def _due(run: SupervisedRun, i: int) -> bool:
+    window = run.windows[i]
+    if window.summed == 0:
+        return False
+    closing = epoch_over(run) and not run.pass_open and not more_passes(run)
+    return window.seen >= window.planned or closing
+
+
+def _step_schedulers(run: SupervisedRun, interval: str, optimizer_i: int, count: int) -> None:
+    for schedule in run.schedulers:
+        mine = schedule.interval == interval and schedule.optimizer_i == optimizer_i
+        if mine and count % schedule.frequency == 0:
+            schedule.step(run.metrics)
+
+
+def _add(run: SupervisedRun, metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
+        total = run.totals.setdefault(name, [0.0, 0])
+        total[0] = total[0] + _scalar(name, value) * run.weight
+        total[1] += run.weight
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise TrainingError(
+            f"validation metric {name!r} has shape {tuple(value.shape)}: reduce it to a scalar, "
+            "for example with .mean()"
+        )
+    return value.detach().double().reshape(())
+
+
+def _leave_eval(run: SupervisedRun) -> None:
+    if run.modes is not None:
+        for module, training in zip(run.module.modules(), run.modes, strict=True):
+            module.training = training
+        run.modes = None
+
+
+def _whole(name: str, value: Any, least: int) -> Any:
+    if value is None and name != "accumulate_grad_batches":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise TrainingError(f"{name}={value!r}: give a whole number from {least}")
+    return value
