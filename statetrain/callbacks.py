@@ -196,6 +196,11 @@ class Callbacks:
         here = [c for c in self._all if c.point.place == place and c.point.leading is leading]
         return sorted(here, key=lambda callback: -callback.point.priority)
 
+    def reset(self) -> None:
+        """Count from the beginning: a fresh run starts."""
+        for callback in self._all:
+            callback.visits = callback.fired = 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counters of filtered callbacks and the states of callback objects."""
         return {

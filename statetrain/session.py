@@ -212,6 +212,7 @@ class Session:
             log.warning("%s", line)
 
     def _start(self) -> None:
+        self.callbacks.reset()
         for logger in self.loggers:
             logger.start(None)
         self.machine = self._armed()

@@ -155,6 +155,8 @@ def epoch_start(run: SupervisedRun) -> None:
     run.batches = 0
     run.validated = None
     run.epoch_ending = False
+    for window in run.windows:  # passes without a loss may have left one begun
+        window.seen = 0
     run.train_loader.start(run.epoch)
     run.module.on_epoch_start()
 
