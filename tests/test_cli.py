@@ -117,6 +117,7 @@ def test_draw_shows_the_supervised_loop_by_its_maker(capsys: pytest.CaptureFixtu
         ("{module}", "'{module}' names no loop: write pkg.mod:name or path/to/file.py:name"),
         ("{module}:", "'{module}:' names no loop: write pkg.mod:name or path/to/file.py:name"),
         ("{module}:lop", "no 'lop' in '{module}': did you mean 'loop'?"),
+        ("{module}:gan", "no 'gan' in '{module}': there are loop"),
         ("{module}:Shelf.lop", "no 'lop' in '{module}': did you mean 'loop'?"),
         (
             "{module}:number",

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transitions
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 from torch import nn
+from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
 import statetrain as st
 from statetrain.persist.compare import unequal
 
+TRAINED = ("batch_start", "forward", "backward", "step", "zero_grad", "pass_end")
 VALIDATION = ("validation_start", "validation_step", "validation_end")
 
 
@@ -82,6 +83,10 @@ class Recording(st.Module):
         self.trace.append("on_post_performance_check()")
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 def states_of(trainer: st.Trainer, *arguments: Any) -> list[str]:
     """Fit, and return the names of the states that were gone through."""
     found: list[str] = []
@@ -109,7 +114,7 @@ def test_hooks_and_callbacks_fire_in_the_drawn_order() -> None:
         trainer.on(edge.name)(lambda _, name=edge.name: module.trace.append(name.replace(" ", "")))
     for name in trainer.loop.names:
         trainer.before(name)(lambda _, name=name: module.trace.append(f"+{name}"))
-    assert trace_of(trainer, module, batches(1), batches(1)) == """
+    expected = words("""
         +epoch_start on_epoch_start() epoch_start
         epoch_start->batch_start +batch_start on_batch_start() batch_start
         batch_start->forward +forward training_step(0,0) forward
@@ -123,13 +128,14 @@ def test_hooks_and_callbacks_fire_in_the_drawn_order() -> None:
         validation_step->validation_end +validation_end on_post_performance_check() validation_end
         validation_end->epoch_end +epoch_end on_epoch_end() epoch_end
         epoch_end->done +done done
-    """.split()
+    """)
+    assert trace_of(trainer, module, batches(1), batches(1)) == expected
 
 
 def test_two_optimizers_take_turns_and_step_once_per_window() -> None:
     module = Recording(optimizers=2)
     trainer = st.Trainer(st.supervised(accumulate_grad_batches=2), max_epochs=1)
-    assert trace_of(trainer, module, batches(3)) == """
+    expected = words("""
         on_epoch_start() epoch_start
         on_batch_start() batch_start
         training_step(0,0) forward on_after_backward() backward pass_end
@@ -148,7 +154,8 @@ def test_two_optimizers_take_turns_and_step_once_per_window() -> None:
         optimizer1.step() step on_before_zero_grad() zero_grad pass_end
         on_batch_end() batch_end
         on_epoch_end() epoch_end done
-    """.split()
+    """)
+    assert trace_of(trainer, module, batches(3)) == expected
     assert trainer.global_step == 2
 
 
@@ -271,8 +278,11 @@ class Situated(st.Module):
     def training_step(self, batch: Any, batch_nb: int, optimizer_i: int = 0) -> Any:
         if (self.fetched, optimizer_i) in self.plan["without_loss"]:
             return None
-        self.added[optimizer_i].append(float(self.fetched))
         return self.weights[optimizer_i] * self.fetched
+
+    def on_after_backward(self) -> None:
+        assert self.run is not None
+        self.added[self.run.pass_i].append(float(self.fetched))
 
     def validation_step(self, batch: Any, batch_nb: int) -> dict[str, float]:
         return {"val": 1.0}
@@ -347,6 +357,7 @@ class Watch:
         self.positions: list[int] = []  # validated in this epoch
         self.fetched = 0  # in this epoch
         self.open = False  # a batch was fetched and is to be ended
+        self.skipped = False  # it is not to be trained on any more
         self.over = False  # finish was asked for in validation
 
     def __call__(self, run: Any) -> None:
@@ -354,9 +365,10 @@ class Watch:
         assert len(self.states) < 1000, "the machine goes round in circles"
         getattr(self, run.state, lambda _: None)(run)
         asked = self.plan["asked"].get((run.state, self.states.count(run.state)))
-        if asked is None or (asked == "skip_batch" and run.state != "batch_start"):
+        if asked is None:
             return
         getattr(run, asked)()
+        self.skipped = self.skipped or (asked == "skip_batch" and run.state in TRAINED)
         self.open = self.open and not (asked == "end_epoch" and run.state == "batch_start")
         self.over = self.over or (asked == "finish" and run.state in VALIDATION)
 
@@ -367,12 +379,16 @@ class Watch:
     def batch_start(self, run: Any) -> None:
         assert not self.open, "the batch before it had no batch_end"
         self.fetched += 1
-        self.open = not run.epoch_ending
+        self.open, self.skipped = not run.epoch_ending, False
         limit = run.limits.max_steps
         assert limit is None or run.step < limit
 
     def forward(self, run: Any) -> None:
         assert not self.over, "finish was asked for in validation"
+        assert not self.skipped, "the batch was skipped"
+
+    def backward(self, run: Any) -> None:
+        assert not self.skipped, "the batch was skipped"
 
     def batch_end(self, run: Any) -> None:
         assert self.open
@@ -419,6 +435,17 @@ def loaded(items: list[torch.Tensor], *, known: bool) -> Any:
     return items if known else DataLoader(Stream(items), batch_size=None)
 
 
+def plan_of(**chosen: Any) -> dict[str, Any]:
+    options = {"accumulate_grad_batches": 2, "val_check_interval": None}
+    options |= {"limit_train_batches": None, "limit_val_batches": None}
+    plan = {"optimizers": 2, "batches": 3, "known": True, "val": 1, "options": options}
+    plan |= {"limits": {"max_epochs": 2, "max_steps": None}, "asked": {}}
+    return {**plan, "ended": set(), "without_loss": set(), "lazy": set(), **chosen}
+
+
+@example(plan_of(known=False, without_loss={(1, 0)}, asked={("batch_end", 1): "end_epoch"}))
+@example(plan_of(asked={("batch_start", 2): "skip_batch", ("pass_end", 3): "end_epoch"}))
+@example(plan_of(asked={("forward", 3): "skip_batch", ("backward", 3): "skip_batch"}))
 @settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
 @given(PLANS)
 def test_no_situation_breaks_an_invariant(plan: dict[str, Any]) -> None:
@@ -448,7 +475,7 @@ class Net(st.Module):
         self.configure = configure or (lambda net: torch.optim.Adam(net.parameters(), lr=0.05))
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.b(self.drop(self.a(batch).relu())), batch.sum(1, keepdim=True))
+        return mse_loss(self.b(self.drop(self.a(batch).relu())), batch.sum(1, keepdim=True))
 
     def training_step(self, batch: Any, batch_nb: int) -> torch.Tensor | None:
         return self.loss(batch)
@@ -576,7 +603,7 @@ def test_a_parameter_of_two_optimizers_has_a_gradient_of_each() -> None:
                 for total, gradient in zip(
                     sums[i], torch.autograd.grad(loss, parameters), strict=True
                 ):
-                    total += gradient
+                    total.add_(gradient)
                 if k == 1:
                     with torch.no_grad():
                         for p, total in zip(parameters, sums[i], strict=True):
@@ -729,17 +756,17 @@ def test_a_plain_model_is_wrapped(*, made: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     module = st.Module.wrap(
         model,
-        loss=F.mse_loss,
+        loss=mse_loss,
         optimizer=optimizer if made else lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     run = st.Trainer(max_epochs=2).fit(module, data, data[:1])
     by_hand = torch.optim.SGD(twin.parameters(), lr=0.1)
     for x, y in data * 2:
         by_hand.zero_grad()
-        F.mse_loss(twin(x), y).backward()
+        mse_loss(twin(x), y).backward()
         by_hand.step()
     assert same_bits(model, twin)
-    assert run.metrics["val_loss"] == F.mse_loss(module(data[0][0]), data[0][1]).item()
+    assert run.metrics["val_loss"] == mse_loss(module(data[0][0]), data[0][1]).item()
     assert (run.optimizers[0] is optimizer) is made
 
 
@@ -864,7 +891,7 @@ def test_an_optimizers_own_zero_grad_is_called() -> None:
     class Own(torch.optim.SGD):
         cleared = 0
 
-        def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+        def zero_grad(self, set_to_none: bool = True) -> None:
             self.cleared += 1
             super().zero_grad(set_to_none)
 

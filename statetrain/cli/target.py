@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -31,8 +32,7 @@ def load_loop(target: str) -> Loop:
     found: object = module
     for part in name.split("."):
         if not hasattr(found, part):
-            known = [known for known in vars(found) if not known.startswith("_")]
-            raise StatetrainError(f"no {part!r} in {place!r}{nearest(part, known)}")
+            raise StatetrainError(f"no {part!r} in {place!r}{_suggestion(part, vars(found))}")
         found = getattr(found, part)
     return _as_loop(found, target)
 
@@ -49,6 +49,14 @@ def _as_loop(found: object, target: str) -> Loop:
             "function of no arguments that returns one"
         )
     return found
+
+
+def _suggestion(name: str, names: Mapping[str, object]) -> str:
+    public = [known for known in names if not known.startswith("_")]
+    loops = [known for known in public if isinstance(names[known], Loop)]
+    hint = nearest(name, public)
+    # where no name is near, a list of all that a script imports helps less than its loops
+    return hint if "did you mean" in hint or not loops else nearest(name, loops)
 
 
 def _load_module(name: str) -> ModuleType:

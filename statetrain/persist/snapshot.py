@@ -76,7 +76,7 @@ def differences(run: Run, tree: dict[str, Any]) -> list[str]:
         if part.kind == "same":
             continue
         if kind != part.kind:
-            found.append(f"{path}: a {part.kind} in the checkpoint, {_named(live)} in this run")
+            found.append(f"{path}: {part.kind} in the checkpoint, {_named(live)} in this run")
         elif kind in KINDS:
             found += KINDS[kind].differences(live, part.state, path)
     for path, live in live_parts(run):
@@ -221,4 +221,4 @@ def _set_volatile(run: Run, taken: dict[str, Any]) -> None:
 
 
 def _named(live: Any) -> str:
-    return "nothing" if live is None else f"a {kind_of(live) or type(live).__name__}"
+    return "nothing" if live is None else kind_of(live) or type(live).__name__

@@ -178,7 +178,8 @@ def batch_start(run: SupervisedRun) -> None:
 def forward(run: SupervisedRun) -> None:
     """Compute the loss of this batch for the optimizer whose turn it is.
 
-    It is replayed on resume, so whatever it changes it leaves as it is the second time.
+    It is replayed on resume, so whatever it changes it leaves as it is the second time. An action
+    that replaces it sets `run.loss`.
     """
     run.pass_open = True
     own_gradients(run, run.pass_i)
@@ -193,6 +194,7 @@ def forward(run: SupervisedRun) -> None:
 
 def backward(run: SupervisedRun) -> None:
     """Add the gradients of the loss, divided by the planned length of the window."""
+    run.pass_open = True
     window, loss = run.windows[run.pass_i], run.loss
     assert loss is not None  # noqa: S101 - guarded by has_loss
     share = loss / window.planned if window.planned > 1 else loss
@@ -234,11 +236,14 @@ def zero_grad(run: SupervisedRun) -> None:
 def pass_end(run: SupervisedRun) -> None:
     """Move on to the next optimizer, once per forward."""
     if run.pass_open:
-        if run.loss is None:
-            run.windows[run.pass_i].seen += 1
+        if run.loss is None or run.batch_skipped:
+            run.windows[run.pass_i].seen += not run.batch_skipped
+            run.loss = None
             thaw(run)
         run.pass_open = False
         run.pass_i += 1
+    elif run.pass_i == 0 and not run.epoch_ending:
+        run.pass_i = len(run.optimizers)  # a skipped batch has no pass
     for window in run.windows:
         if window.summed == 0 and window.seen >= window.planned:  # nothing came of this window
             window.seen = 0
@@ -309,8 +314,8 @@ def trainable(run: SupervisedRun) -> bool:
 
 
 def has_loss(run: SupervisedRun) -> bool:
-    """Whether `training_step` returned a loss."""
-    return run.loss is not None
+    """Whether `training_step` returned a loss, and nobody has asked to skip the batch since."""
+    return run.loss is not None and not run.batch_skipped
 
 
 def window_due(run: SupervisedRun) -> bool:
@@ -325,7 +330,7 @@ def stepped(run: SupervisedRun) -> bool:
 
 def more_passes(run: SupervisedRun) -> bool:
     """Whether another optimizer has its turn with this batch."""
-    return 0 < run.pass_i < len(run.optimizers)
+    return 0 < run.pass_i < len(run.optimizers) and not run.batch_skipped
 
 
 def has_batch(run: SupervisedRun) -> bool:
@@ -447,8 +452,9 @@ def supervised(
         "limit_train_batches": _whole("limit_train_batches", limit_train_batches, 0),
         "limit_val_batches": _whole("limit_val_batches", limit_val_batches, 0),
     }
-    if gradient_clip_val is not None and not gradient_clip_val > 0:
-        raise TrainingError(f"gradient_clip_val={gradient_clip_val!r}: give a norm above 0")
+    clip = gradient_clip_val
+    if clip is not None and not (type(clip) in (int, float) and clip > 0):
+        raise TrainingError(f"gradient_clip_val={clip!r}: give a norm above 0, or None")
     if isinstance(val_check_interval, float):
         if not 0 < val_check_interval <= 1:
             raise TrainingError(
@@ -485,23 +491,32 @@ def _begin(
 
 def _check_module(run: SupervisedRun) -> None:
     module = run.module
-    turn = (0,) if len(run.optimizers) > 1 else ()
-    _check_hook(module, "training_step", (None, 0, *turn), "batch, batch_nb, optimizer_i")
+    turn, why = ((0,), ": there are several optimizers") if len(run.optimizers) > 1 else ((), "")
+    _check_written(module, "training_step")
+    _check_hook(module, "training_step", (None, 0, *turn), "batch, batch_nb, optimizer_i", why)
     if run.val_loader is not None:
-        if not _overrides(module, "validation_step"):
-            module.validation_step(None, 0)  # says what to write
+        _check_written(module, "validation_step")
         _check_hook(module, "validation_step", (None, 0), "batch, batch_nb")
     run.batch_hook_takes_batch = bool(inspect.signature(module.on_batch_start).parameters)
+    _check_hook(module, "on_batch_start", (None,) * run.batch_hook_takes_batch, "batch")
+    names = "current_epoch, batch_nb, optimizer, optimizer_i, second_order_closure"
+    _check_hook(module, "optimizer_step", (0, 0, None, 0, None), names)
 
 
-def _check_hook(module: Module, name: str, arguments: tuple[Any, ...], names: str) -> None:
+def _check_written(module: Module, name: str) -> None:
+    if not _overrides(module, name):
+        getattr(module, name)(None, 0)  # raises, and says what to write
+
+
+def _check_hook(
+    module: Module, name: str, arguments: tuple[Any, ...], names: str, why: str = ""
+) -> None:
     try:
         inspect.signature(getattr(module, name)).bind(*arguments)
     except TypeError:
-        names = ", ".join(names.split(", ")[: len(arguments)])
-        why = "" if len(arguments) < 3 else ": there are several optimizers"
+        names = ", ".join(["self", *names.split(", ")[: len(arguments)]])
         raise TrainingError(
-            f"{type(module).__name__}.{name} must be def {name}(self, {names}){why}"
+            f"{type(module).__name__}.{name} must be def {name}({names}){why}"
         ) from None
 
 
@@ -565,7 +580,11 @@ def _add(run: SupervisedRun, metrics: Mapping[str, Any]) -> None:
 
 def _scalar(name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
-        return float(value)
+        if hasattr(value, "__float__"):
+            return float(value)
+        raise TrainingError(
+            f"validation metric {name!r} is {value!r}: give a number or a scalar tensor"
+        )
     if value.numel() != 1:
         raise TrainingError(
             f"validation metric {name!r} has shape {tuple(value.shape)}: reduce it to a scalar, "

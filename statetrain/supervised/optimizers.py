@@ -115,7 +115,10 @@ def _schedule(item: Any, optimizers: list[Optimizer]) -> Schedule:
         )
     scheduler = settings["scheduler"]
     if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
-        raise TrainingError(f"{scheduler!r} is no scheduler of torch.optim.lr_scheduler")
+        raise TrainingError(
+            f"configure_optimizers returned the scheduler {scheduler!r}: give one of "
+            "torch.optim.lr_scheduler"
+        )
     owners = [i for i, optimizer in enumerate(optimizers) if scheduler.optimizer is optimizer]
     if not owners:
         kind = type(scheduler).__name__

@@ -68,10 +68,14 @@ def loss_of(run: SupervisedRun, returned: Any) -> torch.Tensor | None:
     loss = returned
     if isinstance(returned, dict):
         if "loss" not in returned:
-            raise TrainingError(f"training_step returned a dict without 'loss': {list(returned)}")
+            raise TrainingError(
+                f"training_step returned a dict without 'loss', only {list(returned)}: "
+                'return {"loss": loss, "log": {...}}'
+            )
         loss = returned["loss"]
-        for name, value in {**returned.get("log", {}), **returned.get("progress_bar", {})}.items():
-            run.log(name, value)
+        for key in ("log", "progress_bar"):
+            for name, value in (returned.get(key) or {}).items():
+                run.log(name, value)
     if loss is None:
         return None
     if not isinstance(loss, torch.Tensor):
