@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from statetrain.persist.checkpoint import Checkpoints, Snapshot
 from statetrain.persist.compare import leaves, unequal
@@ -71,7 +73,7 @@ def live(url: Path, kill: tuple[str, int, str] | None) -> int:
 def report(runs: Path) -> bool:
     """Compare the last checkpoints and the logs, and print the result."""
     golden, killed = (newest(runs / name) for name in ("golden", "killed"))
-    parts = {
+    parts: dict[str, Callable[[Snapshot], Any]] = {
         "model": lambda s: s.run["module"],
         "optimizer": lambda s: s.run["optimizers"],
         "schedulers": lambda s: s.run["schedulers"],

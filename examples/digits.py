@@ -14,7 +14,7 @@ import signal
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - PyTorch's custom
+import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split

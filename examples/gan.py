@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - PyTorch's custom
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,7 +54,7 @@ def forward_g(run: GAN) -> None:
 def backward(run: GAN) -> None:
     """Compute gradients, and let the graph go."""
     assert run.loss is not None
-    run.loss.backward()
+    run.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     run.loss = run.loss.detach()
 
 

@@ -54,7 +54,7 @@ class Rich(st.Module):
         self.trace: list[Any] = []
 
     def training_step(self, batch: Any, batch_nb: int, optimizer_i: int) -> Any:
-        x, y, ids = batch
+        x, y, _ids = batch
         if self.missing and batch_nb == 1 and optimizer_i == 1:
             return None
         self.calls += 1

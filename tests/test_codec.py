@@ -346,7 +346,7 @@ def test_a_class_unknown_at_reading_is_named_and_can_be_shown():
 
 
 def test_generators_go_on_where_they_were():
-    mine = [random.Random(3), np.random.default_rng(4), np.random.RandomState(5)]  # noqa: S311
+    mine = [random.Random(3), np.random.default_rng(4), np.random.RandomState(5)]
     mine += [np.random.Generator(kind(6)) for kind in (np.random.MT19937, np.random.Philox)]
     mine += [np.random.Generator(kind(7)) for kind in (np.random.SFC64, np.random.PCG64DXSM)]
     for rng in mine:

@@ -197,7 +197,7 @@ def test_a_newer_format_is_not_called_damage():
 
 
 def test_random_changes_to_a_sealed_index_only_ever_raise_checkpoint_errors():
-    rng = random.Random(1)  # noqa: S311
+    rng = random.Random(1)
     data, _ = written(tree())
 
     def change(index):

@@ -129,9 +129,7 @@ def test_stopped_several_times_it_ends_the_same(
     assert same(life, golden)
 
 
-def test_stopped_at_every_single_transition_it_ends_the_same(
-    golden: Life, tmp_path: Path
-) -> None:
+def test_stopped_at_every_single_transition_it_ends_the_same(golden: Life, tmp_path: Path) -> None:
     life = again(golden, tmp_path / "life")
     for _ in range(golden.transitions):
         life.run(stop_after=1)
@@ -172,9 +170,15 @@ def test_killed_by_real_signals_fresh_processes_end_the_same(
 def process(name: str, folder: Path, *kill: str) -> int:
     script = Path(programs.__file__)
     command = [sys.executable, "-W", "error", str(script), name, str(folder), *kill]
-    source = os.pathsep.join(filter(None, [str(Path(st.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    source = os.pathsep.join(
+        filter(None, [str(Path(st.__file__).parents[1]), os.environ.get("PYTHONPATH")])
+    )
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, check=False
+        command,
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode

@@ -180,7 +180,7 @@ def test_optimizer_state_comes_back_in_its_own_dtype(dtype: torch.dtype) -> None
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, {})
 
-        def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        def step(self, closure: Any = None) -> None:
             for group in self.param_groups:
                 for p in group["params"]:
                     master = self.state[p].setdefault("master", p.detach().float() + 1 / 3)

@@ -207,14 +207,13 @@ from test_trainer import BATCHES, Line
 job = st.Trainer(max_epochs=2, seed=1, checkpoints={url!r})
 for number in {numbers!r}:
     job.on({state!r}, at=2)(lambda run, number=number: os.kill(os.getpid(), number))
-{extra}
 job.fit(Line(), BATCHES)
 """
 
 
-def run_script(url: Path, state: str, *numbers: int, extra: str = "") -> subprocess.CompletedProcess[str]:
+def run_script(url: Path, state: str, *numbers: int) -> subprocess.CompletedProcess[str]:
     code = SCRIPT.format(
-        tests=__file__, url=str(url), numbers=[int(n) for n in numbers], state=state, extra=extra
+        tests=__file__, url=str(url), numbers=[int(n) for n in numbers], state=state
     )
     source = os.pathsep.join([str(Path(st.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": source}
@@ -464,7 +463,7 @@ def test_a_damaged_newest_checkpoint_falls_back_loudly(
 ) -> None:
     whole = trainer(tmp_path / "whole").fit(Line(), BATCHES)
     trainer(st.Checkpoints(tmp_path / "run", keep=3)).fit(Line(), BATCHES)
-    data = sorted((tmp_path / "run" / "data").glob("*/*"))[-1]
+    data = max((tmp_path / "run" / "data").glob("*/*"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
@@ -491,10 +490,11 @@ def test_a_damaged_newest_checkpoint_falls_back_loudly(
 def test_settings_without_meaning_are_errors_at_construction(
     settings: dict[str, Any], message: str
 ) -> None:
+    def construct(checkpoints: dict[str, Any] | None = None, **rest: Any) -> st.Trainer:
+        return st.Trainer(checkpoints=checkpoints and st.Checkpoints(**checkpoints), **rest)
+
     with pytest.raises(st.StatetrainError) as error:
-        if isinstance(settings.get("checkpoints"), dict):
-            settings = {"checkpoints": st.Checkpoints(**settings["checkpoints"])}
-        st.Trainer(**settings)
+        construct(**settings)
     assert message in str(error.value)
 
 

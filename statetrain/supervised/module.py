@@ -79,7 +79,7 @@ class Module(nn.Module):
 
     def backward(self, use_amp: bool, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Compute the gradients, in state `backward`. `loss` is scaled for accumulation."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def on_after_backward(self) -> None:
         """Called in state `backward`, after each backward pass: the gradients are there."""
