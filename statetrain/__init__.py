@@ -14,12 +14,14 @@ from statetrain.errors import (
     StatetrainError,
     TrainingError,
 )
+from statetrain.exactness import Exactness
 from statetrain.loggers.csv import CSVLogger
 from statetrain.loop import Loop, State, Transition, path
 from statetrain.machine import Machine
 from statetrain.persist.checkpoint import Checkpoints
 from statetrain.persist.registry import register
 from statetrain.run import Limits, Run, static, transient
+from statetrain.supervised.evaluation import EvaluationRun, evaluation
 from statetrain.supervised.loop import SupervisedRun, supervised
 from statetrain.supervised.module import Module
 from statetrain.trainer import Trainer
@@ -30,6 +32,8 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "DataError",
+    "EvaluationRun",
+    "Exactness",
     "Limits",
     "Loader",
     "Loop",
@@ -45,6 +49,7 @@ __all__ = [
     "TrainingError",
     "Transition",
     "before",
+    "evaluation",
     "mermaid",
     "on",
     "path",

@@ -168,6 +168,11 @@ class Callbacks:
         self._all.append(callback)
         return callback
 
+    def has(self, where: Point) -> bool:
+        """Whether the loop has this point."""
+        edges = () if where.leading else (edge.name for edge in self.loop.transitions)
+        return where.place in (*self.loop.names, *edges)
+
     def attach_object(self, instance: object) -> list[Callback]:
         """Attach the methods of `instance` that `st.on` and `st.before` marked."""
         found = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
@@ -25,10 +26,15 @@ def transient(*, default: Any = MISSING, default_factory: Any = MISSING) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Where training ends: after `max_epochs` epochs or `max_steps` optimizer steps."""
+    """Where training ends: after `max_epochs` epochs, `max_steps` steps or `max_time` seconds.
+
+    `finish` is honoured only after `min_epochs` epochs.
+    """
 
     max_epochs: int | None = None
+    min_epochs: int | None = None
     max_steps: int | None = None
+    max_time: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Run:
         seed: the key of the loaders' private random streams.
         finishing, epoch_ending, batch_skipped: what `finish`, `end_epoch` and `skip_batch` asked
             for; guards read them.
+        elapsed: seconds of training so far, over all resumes, counted only under `max_time`.
         limits, trainer: from the Trainer.
     """
 
@@ -82,8 +89,11 @@ class Run:
     finishing: bool = False
     epoch_ending: bool = False
     batch_skipped: bool = False
+    elapsed: float = 0.0
     limits: Limits = transient(default_factory=Limits)
     trainer: Any = transient(default=None)
+    clock: Any = transient(default=time.monotonic)
+    ticked: float | None = transient(default=None)
     request: str | None = transient(default=None)
     rows: list[Row] = transient(default_factory=list)
 
@@ -121,8 +131,23 @@ class Run:
         self.metrics[name] = value
         self.rows.append(Row(self.epoch, self.step, name, value))
 
+    def tick(self) -> None:
+        """Add the time since the last call to `elapsed`, where `max_time` limits it."""
+        if self.limits.max_time is not None:
+            now = self.clock()
+            self.elapsed += 0.0 if self.ticked is None else now - self.ticked
+            self.ticked = now
+
+    @property
+    def time_over(self) -> bool:
+        """Whether `max_time` is used up."""
+        return self.limits.max_time is not None and self.elapsed >= self.limits.max_time
+
     def ready(self) -> None:
         """Check, with all fields set and before the first action, that the run can be driven."""
+
+    def resumed(self) -> None:
+        """Do what the restored fields ask of objects that are given anew."""
 
     def close(self) -> None:
         """Undo what the run changed in objects that are not its own; called when `fit` leaves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,10 +23,12 @@ from statetrain.errors import (
     DataError,
     Preempted,
 )
+from statetrain.exactness import exactness_of
 from statetrain.loop import Loop
 from statetrain.machine import Machine
 from statetrain.persist import container, randomness, snapshot
-from statetrain.persist.checkpoint import Checkpoints, Snapshot, changed, graph, misfits
+from statetrain.persist.checkpoint import Checkpoints, Snapshot, changed, graph, misfits, read
+from statetrain.persist.parts import restore_weights, weight_differences
 from statetrain.run import Run
 
 __all__ = ["Session"]
@@ -48,8 +51,10 @@ class Session:
         loggers: Sequence[Any],
         checkpoints: Checkpoints | None,
         seed: int | None,
-        fresh: bool,
-        exact: bool | None,
+        fresh: bool = False,
+        exact: bool | None = None,
+        init_from: str | None = None,
+        passing: bool = False,
     ) -> None:
         self.run = run
         self.loop = loop
@@ -58,6 +63,8 @@ class Session:
         self.checkpoints = checkpoints
         self.seed = torch.initial_seed() if seed is None else seed
         self.fresh = fresh
+        self.init_from = init_from
+        self.passing = passing  # a run that is of no use once it is complete
         self.strict = exact if exact is not None else checkpoints is not None
         self.leaving = False
         self.machine: Machine | None = None
@@ -128,7 +135,10 @@ class Session:
     def _finish(self) -> None:
         self.run.request = None
         if self.checkpoints is not None:
-            self._save(self.run.state)
+            if self.passing:
+                self.checkpoints.store.clear()
+            else:
+                self._save(self.run.state)
 
     def snapshot(self) -> Snapshot:
         """Return the run and all that belongs to it; its tensors are those of the run."""
@@ -152,12 +162,11 @@ class Session:
         """Give each loader its own random stream, and refuse what cannot be resumed exactly."""
         run = self.run
         run.seed = self.seed if run.seed is None else run.seed
-        found: list[str] = []
         for path, loader in snapshot.live_parts(run):
             if isinstance(loader, Loader):
                 loader.name = loader.name or path
                 loader.seed = run.seed if loader.seed is None else loader.seed
-                found += [f"{path}: {problem}" for problem in loader.problems()]
+        found = list(exactness_of(run).lost)
         self._object(found, DataError, "the run could not go on exactly")
 
     def _object(self, found: list[str], error: type[Exception], what: str) -> None:
@@ -213,14 +222,48 @@ class Session:
 
     def _start(self) -> None:
         self.callbacks.reset()
+        if self.init_from is not None:
+            self._take_weights(self.init_from)
         for logger in self.loggers:
             logger.start(None)
         self.machine = self._armed()
+
+    def _take_weights(self, url: str) -> None:
+        """Give the modules the parameters and buffers of another run's newest checkpoint."""
+        found = Checkpoints(url).newest()
+        if found is None:
+            raise CheckpointError(f"init_from={url!r} holds no checkpoint")
+        pairs = [
+            (path, live, part)
+            for path, live, part in snapshot.pairs(self.run, found[1].run)
+            if part.kind == "module" and live is not None
+        ]
+        lacking = [d for path, live, part in pairs for d in weight_differences(live, part, path)]
+        if lacking or not pairs:
+            lines = lacking or ["it has no module where this run has one"]
+            raise CheckpointError("\n  - ".join([f"init_from={url!r} does not fit:", *lines]))
+        for _, live, part in pairs:
+            restore_weights(live, part)
+        log.info("first weights from %s at %s", found[0].id, url)
+
+    def copy(self) -> Snapshot:
+        """Return everything as it is now, sharing no memory with the run."""
+        file = io.BytesIO()
+        container.write(self.snapshot(), file)
+        file.seek(0)
+        return read(file)
+
+    def put_back(self, saved: Snapshot) -> None:
+        """Undo all that happened since `saved` was copied."""
+        snapshot.restore(self.run, saved.run)
+        self.callbacks.load_state_dict(saved.callbacks)
+        randomness.restore(saved.random)
 
     def _take_up(self, saved: Snapshot) -> None:
         """Give the run the saved state; the random streams last, when nothing draws any more."""
         run = self.run
         snapshot.restore(run, saved.run)
+        run.resumed()
         self.callbacks.load_state_dict(saved.callbacks)
         for logger, state in zip(self.loggers, saved.loggers, strict=False):
             logger.start(state)

@@ -6,6 +6,8 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -268,8 +270,16 @@ class Situated(st.Module):
             nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in range(plan["optimizers"])
         )
         self.plan = plan
-        self.fetched = 0  # batches of all epochs
+        self.fetched = self.steps = 0  # batches and steps of all epochs
         self.added: list[list[float]] = [[] for _ in self.weights]  # in the open window
+        self.states: list[str] = []
+
+    def get_extra_state(self) -> dict[str, Any]:
+        names = ("fetched", "steps", "added", "states")
+        return {name: copy.deepcopy(getattr(self, name)) for name in names}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        vars(self).update(copy.deepcopy(state))
 
     def on_batch_start(self, batch: Any) -> int | None:
         self.fetched += 1
@@ -288,7 +298,7 @@ class Situated(st.Module):
         return {"val": 1.0}
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD([w], lr=0.0) for w in self.weights]
+        return [torch.optim.SGD([w], lr=0.1, momentum=0.9) for w in self.weights]
 
     def check_mean(self, i: int) -> None:
         gradient, added = self.weights[i].grad, self.added[i]
@@ -304,8 +314,6 @@ class Situated(st.Module):
 
 class Lazy(Situated):
     """One whose optimizers do not always step."""
-
-    steps = 0
 
     def optimizer_step(
         self, epoch: int, batch_nb: int, optimizer: Any, i: int, second_order_closure: Any = None
@@ -458,6 +466,46 @@ def test_no_situation_breaks_an_invariant(plan: dict[str, Any]) -> None:
     run = trainer.fit(module, loaded(batches(plan["batches"]), known=plan["known"]), val)
     assert run.state == "done"
     assert watch.states[-1] == "done"
+
+
+def life(plan: dict[str, Any], url: Path, *, stop: int | None = None) -> Any:
+    """Start a situated run, or go on with it, up to the end or to that state."""
+    saving = st.Checkpoints(url, every=None, at="forward")
+    trainer = st.Trainer(
+        st.supervised(**plan["options"]), **plan["limits"], checkpoints=saving, seed=1
+    )
+    lived = 0
+
+    def ask(run: Any) -> None:
+        nonlocal lived
+        lived += 1
+        run.module.states.append(run.state)
+        asked = plan["asked"].get((run.state, run.module.states.count(run.state)))
+        if asked is not None:
+            getattr(run, asked)()
+        if lived == stop:
+            run.stop()
+
+    for name in trainer.loop.names:
+        trainer.on(name)(ask)
+    val = None if plan["val"] is None else batches(plan["val"])
+    trainer.fit((Lazy if plan["lazy"] else Situated)(plan), batches(plan["batches"]), val)
+    found = st.Checkpoints(url).newest()
+    assert found is not None
+    return found[1]
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(PLANS, some.lists(some.integers(1, 40), min_size=1, max_size=3))
+def test_any_situation_stopped_anywhere_ends_the_same(
+    plan: dict[str, Any], stops: list[int]
+) -> None:
+    with TemporaryDirectory() as folder:
+        golden = life(plan, Path(folder, "golden"))
+        for stop in stops:
+            life(plan, Path(folder, "job"), stop=stop)
+        end = life(plan, Path(folder, "job"))
+    assert unequal(golden, end) == []
 
 
 # The numbers are those of a loop written by hand, bit for bit.

@@ -7,9 +7,10 @@ python, numpy and torch stay where they are. It knows no loops and no files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,6 +29,8 @@ __all__ = ["SEEDINGS", "Loader", "resumable"]
 
 SEEDINGS = ("batch", "sample", "main")
 VERSION = 1
+PROTOCOL = ("state_dict", "load_state_dict")
+INSTEAD = "give a DataLoader or a list of batches"
 
 
 class Loader:
@@ -58,13 +61,15 @@ class Loader:
 
     @property
     def has_next(self) -> bool:
-        """Whether this epoch has another batch; nothing is loaded to know it."""
+        """Whether this epoch has another batch; of a map-style dataset nothing is loaded."""
         if not self._begun:
             self._begin()
         return self.source.has_next
 
     def start(self, epoch: int) -> None:
-        """Go to the first batch of `epoch`."""
+        """Go to the first batch of `epoch`; where it is there already, nothing happens."""
+        if self._begun and (self.epoch, self.position, self._over) == (epoch, 0, False):
+            return
         self.epoch, self.position = epoch, 0
         self._begun = self._over = False
 
@@ -74,16 +79,18 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what it takes to find it again."""
+        if self.source.begun_to_save and not self._begun:
+            self._begin()
         return {
             "version": VERSION,
-            "seed": self.seed,
+            "seed": None if self.seed is None else int(self.seed),
             "name": self.name,
             "epoch": self.epoch,
             "position": self.position,
             "begun": self._begun,
             "over": self._over,
-            "facts": self.source.facts,
-            "source": self.source.state(),
+            "facts": dict(self.source.facts),
+            "source": self.source.state(running=self._begun),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,24 +99,19 @@ class Loader:
         Raises:
             DataError: the data or its order is not what it was.
         """
-        for name, was in state["facts"].items():
-            now = self.source.facts.get(name)
-            if was != now:
-                raise DataError(
-                    f"the {name} of loader {self.name!r} is {now!r}, in the checkpoint it is "
-                    f"{was!r}: give the run the data it had, or start another run"
-                )
+        self._check(state)
         self.seed, self.name = state["seed"], state["name"]
-        self.start(state["epoch"])
-        self.source.load(state["source"])
-        if state["begun"]:
-            self._begin(position=state["position"])
-        self.position, self._over = state["position"], state["over"]
-        if self.source.state() != state["source"] and self.source.replayed:
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._begun, self._over = state["begun"], state["over"]
+        if not self._begun:
+            self.source.load(state["source"])
+        elif not self.source.resume(
+            state["source"], self._key("order", self.epoch), self.epoch, self.position
+        ):
             raise DataError(
-                f"the sampler of loader {self.name!r} gives another order than in the checkpoint, "
-                f"within the first {self.position} batches of epoch {self.epoch}: its order must "
-                "depend on its arguments, the random streams and set_epoch alone"
+                f"the order of loader {self.name!r} is another than in the checkpoint, within the "
+                f"first {self.position} batches of epoch {self.epoch}: it must depend on the "
+                "arguments of its sampler, the random streams and set_epoch alone"
             )
 
     def __iter__(self) -> Loader:
@@ -121,7 +123,13 @@ class Loader:
         if not self.has_next:
             self._over = True
             raise StopIteration
-        batch = self.source.fetch(self._key("batch", self.epoch, self.position))
+        try:
+            batch = self.source.fetch(self._key("batch", self.epoch, self.position))
+        except StopIteration as error:  # it would end the epoch without a word
+            raise DataError(
+                f"loading batch {self.position} of epoch {self.epoch} of loader {self.name!r} "
+                "raised StopIteration: only the end of the data may"
+            ) from error
         self.position += 1
         return batch
 
@@ -130,13 +138,27 @@ class Loader:
             raise TypeError("the length of this loader is unknown")
         return self.length
 
-    def _begin(self, position: int = 0) -> None:
-        self._begun = True
+    def _begin(self) -> None:
         self.source.begin(self._key("order", self.epoch), self.epoch)
-        self.source.skip(position)
+        self._begun = True
 
     def _key(self, *what: int | str) -> Key:
-        return (self.seed or 0, self.name, *what)
+        return (int(self.seed or 0), self.name, *what)
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if state["version"] != VERSION:
+            raise DataError(
+                f"the state of loader {state['name']!r} has version {state['version']!r}, known is "
+                f"{VERSION}: resume with the statetrain that saved it"
+            )
+        facts = self.source.facts
+        for name in dict.fromkeys([*state["facts"], *facts]):
+            was, now = state["facts"].get(name), facts.get(name)
+            if was != now:
+                raise DataError(
+                    f"loader {state['name']!r} has {name} {now!r}, in the checkpoint it is "
+                    f"{was!r}: give the run the data it had, or start another run"
+                )
 
 
 def resumable(loader: Any, *, seeding: str = "batch", seed: int | None = None) -> Loader:
@@ -144,8 +166,9 @@ def resumable(loader: Any, *, seeding: str = "batch", seed: int | None = None) -
 
     `seeding="batch"` seeds what the dataset draws from (python, numpy, torch, and generator objects
     in the dataset or its transforms) for each batch, `"sample"` for each sample, both independently
-    of everything else; `"main"` lets the dataset draw from the global streams. A loader that is
-    resumable already is returned as it is.
+    of everything else; `"main"` lets the dataset draw from the global streams. With the default
+    `collate_fn`, a TensorDataset, or a dataset with an attribute `deterministic = True`, is taken
+    to draw nothing, which is faster. A loader that is resumable already is returned as it is.
 
     Raises:
         DataError: it is no loader, or can be read only once; the message says what to give instead.
@@ -158,27 +181,38 @@ def resumable(loader: Any, *, seeding: str = "batch", seed: int | None = None) -
 
 
 def _source(loader: Any, seeding: str) -> Source:
+    kind = type(loader).__name__
+    refused = _refused(loader, kind)
+    if refused:
+        raise DataError(refused)
+    if all(callable(getattr(loader, name, None)) for name in PROTOCOL):
+        return Stateful(loader)
     if isinstance(loader, DataLoader):
-        if callable(getattr(loader, "load_state_dict", None)):
-            return Stateful(loader)
         found = obstacles(loader)
         return PassedThrough(loader, found) if found else Indexed(loader, seeding)
-    kind = type(loader).__name__
-    if isinstance(loader, Dataset):
-        raise DataError(f"{kind} is a dataset: give DataLoader(dataset, batch_size=...)")
-    if isinstance(loader, (str, bytes, Mapping, torch.Tensor)):
-        raise DataError(f"a {kind} is no loader: give a DataLoader or a list of batches")
-    if callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict"):
-        return Stateful(loader)
-    if isinstance(loader, Sequence) or (hasattr(loader, "__getitem__") and hasattr(loader, "__len__")):
+    if isinstance(loader, (list, tuple)):
         return Batches(loader)
-    if not hasattr(loader, "__iter__"):
-        raise DataError(f"{loader!r} is no loader: give a DataLoader or a list of batches")
+    if _indexed(loader):  # it may draw
+        one_by_one = DataLoader(loader, batch_size=None, collate_fn=_as_it_is)
+        return Indexed(one_by_one, seeding)
     if hasattr(loader, "__next__"):
-        raise DataError(
-            f"{kind} is an iterator and can be read only once: give a DataLoader or a list of batches"
-        )
-    return PassedThrough(
-        loader,
-        [f"{kind} is an iterable of unknown kind: give a DataLoader or a list of batches"],
-    )
+        raise DataError(f"{kind} is an iterator and can be read only once: {INSTEAD}")
+    return PassedThrough(loader, [f"{kind} is an iterable of unknown kind: {INSTEAD}"])
+
+
+def _refused(loader: Any, kind: str) -> str | None:
+    if isinstance(loader, Dataset) or hasattr(loader, "__getitems__"):
+        return f"{kind} is a dataset: give DataLoader(dataset, batch_size=...)"
+    if isinstance(loader, (str, bytes, Mapping, torch.Tensor, np.ndarray)):
+        return f"a {kind} is no loader: {INSTEAD}"
+    if isinstance(loader, type) or not (_indexed(loader) or hasattr(loader, "__iter__")):
+        return f"{loader!r} is no loader: {INSTEAD}"
+    return None
+
+
+def _indexed(loader: Any) -> bool:
+    return hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -96,6 +96,13 @@ class Checkpoints:
         """Where the checkpoints are."""
         return self.store.url
 
+    def beside(self, name: str) -> Checkpoints:
+        """Return the same policy for another run, at `url/name`, in any state."""
+        made = Checkpoints(f"{self.url.rstrip('/')}/{name}", every=None, keep=self.keep)
+        made.signals = self.signals
+        made._seconds, made._clock = self._seconds, self._clock
+        return made
+
     def check(self, loop: Loop) -> None:
         """Raise a `CheckpointError` if `at` names a state that the loop does not have."""
         for name in self.at - set(loop.names):

@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 
 from statetrain.persist import randomness
 
-__all__ = ["KINDS", "Kind", "Part", "buffers", "extra_states", "kind_of"]
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Part",
+    "buffers",
+    "extra_states",
+    "kind_of",
+    "restore_weights",
+    "weight_differences",
+]
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,21 @@ def _module_differences(module: nn.Module, state: dict[str, Any], path: str) -> 
         if name in state["parameters"]:
             found += _tensor_differences(parameter, state["parameters"][name], f"{path}.{name}")
     return found
+
+
+def weight_differences(module: nn.Module, part: Part, path: str) -> list[str]:
+    """Name the parameters and buffers in which a saved module does not fit `module`."""
+    state = {**part.state, "training": dict.fromkeys(dict(module.named_modules()), True)}
+    return _module_differences(module, {**state, "extra": extra_states(module)}, path)
+
+
+def restore_weights(module: nn.Module, part: Part) -> None:
+    """Give the module the parameters and buffers of a saved one, and nothing else."""
+    for name, parameter in module.named_parameters():
+        _set_data(parameter, part.state["parameters"][name])
+    for name, saved in part.state["buffers"].items():
+        prefix, _, leaf = name.rpartition(".")
+        _restore_buffer(module.get_submodule(prefix), leaf, saved)
 
 
 def _capture_parameter(value: torch.Tensor) -> dict[str, Any]:

@@ -5,6 +5,7 @@ It knows no `Run` and no files. A state here is a tree of plain values.
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import random
@@ -79,7 +80,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global streams of python, numpy and torch, with all its devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy's global stream takes 32 bits
-    torch.manual_seed(seed)
+    torch.manual_seed(seed if -(2**63) <= seed < 2**64 else seed % 2**64)  # it takes no others
 
 
 def digest(*key: int | str) -> bytes:
@@ -95,7 +96,11 @@ def reseed(rng: Rng, seed: int) -> None:
         bits: Any = rng.bit_generator
         bits.state = type(bits)(seed).state
     elif isinstance(rng, np.random.RandomState):
-        rng.seed(seed % 2**32)
+        try:
+            rng.seed(seed % 2**32)
+        except TypeError:  # it knows MT19937 alone
+            kind: Any = getattr(np.random, str(rng.get_state(legacy=False)["bit_generator"]))
+            rng.set_state(np.random.RandomState(kind(seed)).get_state(legacy=False))
     else:
         rng.seed(seed)
 
@@ -269,8 +274,9 @@ def generators(obj: object, *, skip: Iterable[object] = ()) -> list[tuple[str, R
     """Return the random generators that `obj` holds, each with the path to it.
 
     It looks into attributes, short lists and dicts, nested transforms, closures, partials and the
-    global names that functions on the way use, but not into `skip`, nor at the global streams
-    themselves. It is bounded, so that what is very deep or behind 64 items is not found.
+    generators, functions and transforms that functions on the way use by their global names, but
+    not into `skip`, nor at the global streams themselves. It is bounded, so that what is very deep
+    or behind 64 items is not found.
     """
     seen = {id(found) for found in (_LEGACY, _PYTHON, torch.default_generator, *skip)}
     queue: deque[tuple[str, object, int]] = deque([("", obj, 0)])
@@ -294,11 +300,16 @@ def _is_rng(value: object) -> bool:
 
 
 def _children(value: Any) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", child) for key, child in islice(value.items(), MAX_ITEMS))
-    elif type(value) in {list, tuple, deque}:
-        yield from ((f"[{i}]", child) for i, child in enumerate(islice(value, MAX_ITEMS)))
-    elif isinstance(value, functools.partial):
+    if isinstance(value, dict):  # no other Mapping: its values may be read from a disk
+        items = islice(dict.items(value), MAX_ITEMS)
+        yield from ((f"[{key!r}]", child) for key, child in items)
+    elif isinstance(value, (list, tuple, deque)):
+        plain: Any = next(kind for kind in (list, tuple, deque) if isinstance(value, kind))
+        children = islice(plain.__iter__(value), MAX_ITEMS)  # not by a method of the user's
+        yield from ((f"[{i}]", child) for i, child in enumerate(children))
+    if type(value) in {dict, list, tuple, deque}:
+        return
+    if isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, types.MethodType):
         yield from ((".__self__", value.__self__), ("", value.__func__))
@@ -317,10 +328,26 @@ def _used_by(function: types.FunctionType) -> Iterator[tuple[str, object]]:
             continue
     for i, value in enumerate(function.__defaults__ or ()):
         yield f".default[{i}]", value
-    for name in code.co_names:
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield f".default[{name}]", value
+    for name in dict.fromkeys(_names(code)):
         value = function.__globals__.get(name)
-        if _is_rng(value):
+        if _is_rng(value) or _is_callee(value, function):
             yield f".{name}", value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from (line.argval for line in dis.get_instructions(code) if line.opname == "LOAD_GLOBAL")
+    for inner in code.co_consts:  # comprehensions, lambdas
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def _is_callee(value: object, function: types.FunctionType) -> bool:
+    """Whether it is a function of the same module, or a transform: an object that is called."""
+    if isinstance(value, types.FunctionType):
+        return value.__globals__ is function.__globals__
+    return callable(value) and not isinstance(value, (type, types.BuiltinFunctionType))
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, object]]:

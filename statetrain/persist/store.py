@@ -191,6 +191,19 @@ class Store:
             self._sweep(gen, {*keys} - {*gone})
         return gone
 
+    def clear(self) -> None:
+        """Remove every checkpoint: records first, so that none is left without its data."""
+        with self._explained("clear"):
+            keys = self._ids()
+            for key in keys:
+                self._files.remove(f"commits/{key}.stc")
+            if keys:
+                self._files.settle("commits")
+            for key in keys:
+                self._files.remove(f"data/{key}")
+            for name in self._files.names("claims"):
+                self._files.remove(f"claims/{name}")
+
     def lock(self) -> None:
         """Refuse a second live writer, on local stores where the system can; else do nothing.
 

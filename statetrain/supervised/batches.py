@@ -7,7 +7,24 @@ from typing import Any
 
 import torch
 
-__all__ = ["moved", "samples"]
+from statetrain.errors import DataError
+
+__all__ = ["limited", "moved", "samples"]
+
+
+def limited(limit: int | float | None, length: int | None, *, name: str) -> int | None:
+    """Return a limit in batches: a float is a fraction of an epoch's `length`, at least one batch.
+
+    Raises:
+        DataError: it is a fraction of an unknown length.
+    """
+    if not isinstance(limit, float):
+        return limit
+    if length is None:
+        raise DataError(
+            f"{name}={limit} is a fraction of an epoch of unknown length: give a number of batches"
+        )
+    return max(1, int(length * limit))
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:

@@ -6,9 +6,8 @@ knows no files and no `transitions`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from statetrain.persist.randomness import Lane
 from statetrain.persist.registry import register
 from statetrain.run import Run, transient
 from statetrain.supervised.batches import moved, samples
+from statetrain.supervised.means import add, as_metrics, enter_eval, leave_eval, means
 from statetrain.supervised.module import Module
 from statetrain.supervised.optimizers import Schedule, clear, configured, parameters, scale
 from statetrain.supervised.passes import (
@@ -31,19 +31,9 @@ from statetrain.supervised.passes import (
     shared,
     thaw,
 )
+from statetrain.supervised.setup import Options, check_module, overfit, overrides, set_limits
 
 __all__ = ["SupervisedRun", "Window", "supervised"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The settings that belong to the mathematics of the loop: see `supervised`."""
-
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: float | None = None
-    val_check_interval: int | float | None = None
-    limit_train_batches: int | None = None
-    limit_val_batches: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -98,6 +88,8 @@ class SupervisedRun(Run):
     parameters: list[torch.nn.Parameter] = transient(default_factory=list)
     shared: list[torch.nn.Parameter] = transient(default_factory=list)
     interval: int | None = transient(default=None)  # batches between validations
+    train_limit: int | None = transient(default=None)  # batches of an epoch
+    val_limit: int | None = transient(default=None)
     weight: int = transient(default=1)  # samples of the validation batch in hand
     batch_hook_takes_batch: bool = transient(default=True)
     hooks: list[Any] = transient(default_factory=list)
@@ -106,21 +98,25 @@ class SupervisedRun(Run):
         """Configure the optimizers and check the module against them."""
         module = self.module
         module.run, module.trainer = self, self.trainer
-        if self.limits.max_epochs is None and self.limits.max_steps is None:
-            raise TrainingError("training has no end: give Trainer(max_epochs=...) or max_steps")
+        limits = self.limits
+        if (limits.max_epochs, limits.max_steps, limits.max_time) == (None, None, None):
+            raise TrainingError(
+                "training has no end: give Trainer(max_epochs=...), max_steps or max_time"
+            )
         self.optimizers, self.schedulers = configured(module.configure_optimizers())
         self.windows = [Window() for _ in self.optimizers]
-        _check_module(self)
+        check_module(self)
         places = [p.device for p in module.parameters()]
         self.device = places[0] if places and places[0].type != "cpu" else None
         self.parameters = all_parameters(self)
         self.shared = shared(self)
-        self.interval = _interval(self)
+        overfit(self)
+        set_limits(self)
         self._watch_steps()
 
     def _watch_steps(self) -> None:
         """Notice the steps that an overridden `optimizer_step` makes, or does not make."""
-        if not _overrides(self.module, "optimizer_step"):
+        if not overrides(self.module, "optimizer_step"):
             return
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
@@ -135,7 +131,7 @@ class SupervisedRun(Run):
         for hook in self.hooks:
             hook.remove()
         thaw(self)
-        _leave_eval(self)
+        leave_eval(self.module, self.modes)
         self.module.run = None
 
     def record(self, name: str, value: Any) -> None:
@@ -143,7 +139,7 @@ class SupervisedRun(Run):
         if self.modes is None:
             self.log(name, value)
         else:
-            _add(self, {name: value})
+            add(self.totals, {name: value}, self.weight)
 
 
 # The work of each state, in the order of the loop.
@@ -158,6 +154,7 @@ def epoch_start(run: SupervisedRun) -> None:
     for window in run.windows:  # passes without a loss may have left one begun
         window.seen = 0
     run.train_loader.start(run.epoch)
+    run.tick()
     run.module.on_epoch_start()
 
 
@@ -253,6 +250,7 @@ def batch_end(run: SupervisedRun) -> None:
     """Count the batch as done."""
     run.batch_open = False
     run.batches += 1
+    run.tick()
     run.module.on_batch_end()
 
 
@@ -264,8 +262,7 @@ def validation_start(run: SupervisedRun) -> None:
     if run.val_loader is not None:
         run.val_loader.start(run.validations)
     run.val_random.seed(run.seed or 0, "validation", run.validations)
-    run.modes = [module.training for module in run.module.modules()]
-    run.module.eval()
+    run.modes = enter_eval(run.module)
     run.module.on_pre_performance_check()
 
 
@@ -275,20 +272,19 @@ def validation_step(run: SupervisedRun) -> None:
     batch = moved(next(run.val_loader), run.device)
     with torch.no_grad(), run.val_random:
         run.weight = samples(batch)
-        metrics = run.module.validation_step(batch, run.val_loader.position - 1)
-    if isinstance(metrics, torch.Tensor):
-        metrics = {"val_loss": metrics}
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise TrainingError(f"validation_step returned {metrics!r}: return a dict of metrics")
-    _add(run, metrics or {})
+        returned = run.module.validation_step(batch, run.val_loader.position - 1)
+    metrics = as_metrics(returned, hook="validation_step", name="val_loss")
+    add(run.totals, metrics, run.weight)
     run.weight = 1
 
 
 def validation_end(run: SupervisedRun) -> None:
     """Log the means, and go back to the modes of training."""
-    _leave_eval(run)
-    for name, (total, weight) in run.totals.items():
-        run.log(name, float(total / weight))
+    leave_eval(run.module, run.modes)
+    run.modes = None
+    for name, value in means(run.totals).items():
+        run.log(name, value)
+    run.tick()
     run.module.on_post_performance_check()
 
 
@@ -297,6 +293,7 @@ def epoch_end(run: SupervisedRun) -> None:
     run.epochs += 1
     for i in range(len(run.optimizers)):
         _step_schedulers(run, "epoch", i, run.epochs)
+    run.tick()
     run.module.on_epoch_end()
 
 
@@ -343,7 +340,7 @@ def validation_due(run: SupervisedRun) -> bool:
 
     `finish` adds no validation, and no position is validated twice.
     """
-    if run.val_loader is None or run.options.limit_val_batches == 0:
+    if run.val_loader is None or run.val_limit == 0:
         return False
     if run.validated == run.batches:
         return False
@@ -354,24 +351,25 @@ def validation_due(run: SupervisedRun) -> bool:
 
 def has_val(run: SupervisedRun) -> bool:
     """Whether there is another validation batch."""
-    loader, limit = run.val_loader, run.options.limit_val_batches
+    loader, limit = run.val_loader, run.val_limit
     return loader is not None and loader.has_next and (limit is None or loader.position < limit)
 
 
 def epoch_over(run: SupervisedRun) -> bool:
     """Whether this epoch has no further batch."""
-    return run.epoch_ending or run.finishing or not _more_batches(run)
+    return run.epoch_ending or _finishing(run) or not _more_batches(run)
 
 
 def paused(run: SupervisedRun) -> bool:
     """Whether a limit is reached in the middle of an epoch; a higher one goes on from here."""
-    return run.limits.max_steps is not None and run.step >= run.limits.max_steps
+    limit = run.limits.max_steps
+    return run.time_over or (limit is not None and run.step >= limit)
 
 
 def finished(run: SupervisedRun) -> bool:
     """Whether training is over."""
     limit = run.limits.max_epochs
-    return run.finishing or paused(run) or (limit is not None and run.epochs >= limit)
+    return _finishing(run) or paused(run) or (limit is not None and run.epochs >= limit)
 
 
 STATES = (
@@ -431,43 +429,35 @@ def supervised(
     accumulate_grad_batches: int = 1,
     gradient_clip_val: float | None = None,
     val_check_interval: int | float | None = None,
-    limit_train_batches: int | None = None,
-    limit_val_batches: int | None = None,
+    limit_train_batches: int | float | None = None,
+    limit_val_batches: int | float | None = None,
+    overfit_batches: int | None = None,
 ) -> Loop:
     """Declare the supervised loop, for `fit(module, train_loader, val_loader=None)`.
 
     `accumulate_grad_batches`: micro-batches whose mean gradient makes one optimizer step; a window
     that the epoch's end cuts short is the mean of what it has. `gradient_clip_val`: the largest
     norm of an optimizer's gradients, as `torch.nn.utils.clip_grad_norm_`. `val_check_interval`:
-    validate after every so many batches of an epoch (a float is a fraction of the epoch); an
-    epoch's end is always validated, once. `limit_*_batches`: use only so many batches of each.
+    validate after every so many batches of an epoch; an epoch's end is always validated, once.
+    `limit_*_batches`: use only so many batches of each. These three may be a float, a fraction of
+    the epoch. `overfit_batches`: train and validate on the first so many batches alone.
 
     Raises:
         TrainingError: a setting has no meaning; the message says which values have one.
     """
-    options = {
-        "accumulate_grad_batches": _whole("accumulate_grad_batches", accumulate_grad_batches, 1),
-        "gradient_clip_val": gradient_clip_val,
-        "val_check_interval": val_check_interval,
-        "limit_train_batches": _whole("limit_train_batches", limit_train_batches, 0),
-        "limit_val_batches": _whole("limit_val_batches", limit_val_batches, 0),
-    }
-    clip = gradient_clip_val
-    if clip is not None and not (type(clip) in (int, float) and clip > 0):
-        raise TrainingError(f"gradient_clip_val={clip!r}: give a norm above 0, or None")
-    if isinstance(val_check_interval, float):
-        if not 0 < val_check_interval <= 1:
-            raise TrainingError(
-                f"val_check_interval={val_check_interval!r}: give a number of batches as an int, "
-                "or a fraction of the epoch as a float up to 1.0"
-            )
-    else:
-        _whole("val_check_interval", val_check_interval, 1)
+    options = Options(
+        accumulate_grad_batches=accumulate_grad_batches,
+        gradient_clip_val=gradient_clip_val,
+        val_check_interval=val_check_interval,
+        limit_train_batches=limit_train_batches,
+        limit_val_batches=limit_val_batches,
+        overfit_batches=overfit_batches,
+    )
     return Loop(
         initial="epoch_start",
         states=STATES,
         transitions=TRANSITIONS,
-        options=options,
+        options=asdict(options),
         begin=_begin,
     )
 
@@ -489,60 +479,12 @@ def _begin(
     return run
 
 
-def _check_module(run: SupervisedRun) -> None:
-    module = run.module
-    turn, why = ((0,), ": there are several optimizers") if len(run.optimizers) > 1 else ((), "")
-    _check_written(module, "training_step")
-    _check_hook(module, "training_step", (None, 0, *turn), "batch, batch_nb, optimizer_i", why)
-    if run.val_loader is not None:
-        _check_written(module, "validation_step")
-        _check_hook(module, "validation_step", (None, 0), "batch, batch_nb")
-    run.batch_hook_takes_batch = bool(inspect.signature(module.on_batch_start).parameters)
-    _check_hook(module, "on_batch_start", (None,) * run.batch_hook_takes_batch, "batch")
-    names = "current_epoch, batch_nb, optimizer, optimizer_i, second_order_closure"
-    _check_hook(module, "optimizer_step", (0, 0, None, 0, None), names)
-
-
-def _check_written(module: Module, name: str) -> None:
-    if not _overrides(module, name):
-        getattr(module, name)(None, 0)  # raises, and says what to write
-
-
-def _check_hook(
-    module: Module, name: str, arguments: tuple[Any, ...], names: str, why: str = ""
-) -> None:
-    try:
-        inspect.signature(getattr(module, name)).bind(*arguments)
-    except TypeError:
-        names = ", ".join(["self", *names.split(", ")[: len(arguments)]])
-        raise TrainingError(
-            f"{type(module).__name__}.{name} must be def {name}({names}){why}"
-        ) from None
-
-
-def _overrides(module: Module, name: str) -> bool:
-    return getattr(type(module), name) is not getattr(Module, name) or name in vars(module)
-
-
-def _interval(run: SupervisedRun) -> int | None:
-    interval = run.options.val_check_interval
-    if not isinstance(interval, float):
-        return interval
-    if run.train_loader.length is None:
-        raise DataError(
-            f"val_check_interval={interval} is a fraction of an epoch of unknown length: "
-            "give a number of batches"
-        )
-    return max(1, int(_limited(run, run.train_loader.length) * interval))
-
-
-def _limited(run: SupervisedRun, length: int) -> int:
-    limit = run.options.limit_train_batches
-    return length if limit is None else min(length, limit)
+def _finishing(run: SupervisedRun) -> bool:
+    return run.finishing and run.epochs >= (run.limits.min_epochs or 0)
 
 
 def _more_batches(run: SupervisedRun) -> bool:
-    loader, limit = run.train_loader, run.options.limit_train_batches
+    loader, limit = run.train_loader, run.train_limit
     return (limit is None or loader.position < limit) and loader.has_next
 
 
@@ -550,10 +492,11 @@ def _batches_left(run: SupervisedRun) -> int:
     """Return how many batches of this epoch are left, with the one in hand, as far as known."""
     if not _more_batches(run):
         return 1
-    length = run.train_loader.length
-    if length is None:
+    known = [n for n in (run.train_loader.length, run.train_limit) if n is not None]
+    if run.train_loader.length is None:
         return run.options.accumulate_grad_batches
-    return max(1, _limited(run, length) - run.train_loader.position + 1)
+    length = min(known)
+    return max(1, length - run.train_loader.position + 1)
 
 
 def _due(run: SupervisedRun, i: int) -> bool:
@@ -569,40 +512,3 @@ def _step_schedulers(run: SupervisedRun, interval: str, optimizer_i: int, count:
         mine = schedule.interval == interval and schedule.optimizer_i == optimizer_i
         if mine and count % schedule.frequency == 0:
             schedule.step(run.metrics)
-
-
-def _add(run: SupervisedRun, metrics: Mapping[str, Any]) -> None:
-    for name, value in metrics.items():
-        total = run.totals.setdefault(name, [0.0, 0])
-        total[0] = total[0] + _scalar(name, value) * run.weight
-        total[1] += run.weight
-
-
-def _scalar(name: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        if hasattr(value, "__float__"):
-            return float(value)
-        raise TrainingError(
-            f"validation metric {name!r} is {value!r}: give a number or a scalar tensor"
-        )
-    if value.numel() != 1:
-        raise TrainingError(
-            f"validation metric {name!r} has shape {tuple(value.shape)}: reduce it to a scalar, "
-            "for example with .mean()"
-        )
-    return value.detach().double().reshape(())
-
-
-def _leave_eval(run: SupervisedRun) -> None:
-    if run.modes is not None:
-        for module, training in zip(run.module.modules(), run.modes, strict=True):
-            module.training = training
-        run.modes = None
-
-
-def _whole(name: str, value: Any, least: int) -> Any:
-    if value is None and name != "accumulate_grad_batches":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise TrainingError(f"{name}={value!r}: give a whole number from {least}")
-    return value

@@ -11,6 +11,7 @@ from torch import nn
 from statetrain.errors import TrainingError
 
 if TYPE_CHECKING:
+    from statetrain.supervised.evaluation import EvaluationRun
     from statetrain.supervised.loop import SupervisedRun
     from statetrain.trainer import Trainer
 
@@ -24,8 +25,8 @@ class Module(nn.Module):
     Each hook is called in the state of the loop that its docstring names.
     """
 
-    run: SupervisedRun | None = None
-    """The run that trains this module, while `fit` is at work."""
+    run: SupervisedRun | EvaluationRun | None = None
+    """The run that trains or evaluates this module, while the trainer is at work."""
     trainer: Trainer | None = None
     """The trainer, from the first `fit` on."""
 
@@ -51,6 +52,23 @@ class Module(nn.Module):
             f"{type(self).__name__} has no validation_step, but fit was given a validation loader: "
             "write def validation_step(self, batch, batch_nb) and return a dict of metrics"
         )
+
+    def test_step(self, batch: Any, batch_nb: int) -> Any:
+        """Return metrics of a batch in `trainer.test`, in state `test_step`, as `validation_step`.
+
+        A scalar tensor is called `"test_loss"`.
+        """
+        raise TrainingError(
+            f"{type(self).__name__} has no test_step: write "
+            "def test_step(self, batch, batch_nb) and return a dict of metrics"
+        )
+
+    def predict_step(self, batch: Any, batch_nb: int) -> Any:
+        """Return what `trainer.predict` collects, in state `predict_step`.
+
+        By default the module is called with the batch, or with the first item of a tuple or list.
+        """
+        return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer or optimizers, and schedulers.
@@ -162,6 +180,10 @@ class Wrapped(Module):
     def validation_step(self, batch: Any, batch_nb: int) -> dict[str, torch.Tensor]:
         """Return `{"val_loss": ...}` of an `(input, target)` batch."""
         return {"val_loss": self.training_step(batch, batch_nb)}
+
+    def test_step(self, batch: Any, batch_nb: int) -> dict[str, torch.Tensor]:
+        """Return `{"test_loss": ...}` of an `(input, target)` batch."""
+        return {"test_loss": self.training_step(batch, batch_nb)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer, made of the model's parameters if it is a function."""
