@@ -1,10 +1,10 @@
 """Train a small GPT, character by character, on the sources of Python's standard library.
 
-    python examples/chargpt.py runs/chargpt --steps 400 --bf16
+    python examples/chargpt.py runs/chargpt --steps 600 --bf16
 
-Its text is on every machine that has Python. 400 steps bring the validation loss below 2.3 nats
-a character, and the samples begin to look like Python. Stop it with Ctrl-C, SIGTERM or
-SIGKILL: the same command goes on, and ends with the bits of a run that was never stopped.
+The text is on every machine that has Python. 600 steps bring the validation loss below 2.3 nats a
+character (uniform guesses: 4.85). Stop it with Ctrl-C, SIGTERM or SIGKILL: the same command goes
+on, and ends with the bits of a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -19,156 +19,133 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import statetrain as st
 
-CHARACTERS = 128  # ASCII; the few others in the sources are left out
-
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
-    """What there is to choose; an epoch is `crops` random crops of the training text."""
+class Settings:
+    """What there is to choose; an epoch is all pieces of `block` characters of the text, once."""
 
     layers: int = 3
     heads: int = 4
     width: int = 128
     block: int = 64
     dropout: float = 0.1
-    batch: int = 16
+    batch: int = 8
     accumulate: int = 2
-    crops: int = 3200
-    text: int = 1_200_000
+    validate_every: int = 150 * 2  # batches, not steps
+    characters: int = 1_000_000
     lr: float = 3e-3
     warmup: int = 40
+    steps: int = 600
+    bf16: bool = False
 
 
 class Block(nn.Module):
     """Causal attention and an MLP, each behind a LayerNorm and added to its input."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, given: Settings) -> None:
         super().__init__()
-        self.heads, self.dropout, width = size.heads, size.dropout, size.width
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        width, self.heads = given.width, given.heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(given.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, T, width) to (N, T, width)."""
-        qkv = self.qkv(self.before_attention(x)).chunk(3, dim=-1)
+        qkv = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.before_mlp(x)), self.dropout, self.training)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(y))
+        return x + torch.as_tensor(self.dropout(self.down(F.gelu(self.up(self.norms[1](x))))))
 
 
 class GPT(st.Module):
-    """A transformer that guesses the next character; its head is its embedding's matrix."""
+    """A transformer that guesses the next of 128 characters; its head is its embedding's matrix."""
 
-    def __init__(self, size: Size, *, steps: int, bf16: bool = False) -> None:
+    def __init__(self, given: Settings) -> None:
         super().__init__()
-        self.size, self.steps, self.bf16 = size, steps, bf16
-        self.characters = nn.Embedding(CHARACTERS, size.width)
-        self.positions = nn.Embedding(size.block, size.width)
-        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
-        self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, CHARACTERS, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
+        self.given = given
+        self.characters = nn.Embedding(128, given.width)
+        self.positions = nn.Embedding(given.block, given.width)
+        self.blocks = nn.Sequential(*(Block(given) for _ in range(given.layers)))
+        self.norm, self.head = nn.LayerNorm(given.width), nn.Linear(given.width, 128, bias=False)
         self.head.weight = self.characters.weight
+        for table in (self.characters, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
         """Return the scores of each next character, (N, T, 128), for (N, T) characters."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.given.bf16):
             x = self.characters(text) + self.positions.weight[: text.size(1)]
-            x = F.dropout(x, self.size.dropout, self.training)
             return torch.as_tensor(self.head(self.norm(self.blocks(x)))).float()
 
-    def training_step(self, batch: Tensor, batch_nb: int, *_: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor], batch_nb: int, *_: int) -> dict[str, Any]:
         """Return the cross entropy of (N, block + 1) characters, in nats a character."""
-        loss = F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        self.log("train_loss", loss)
-        return loss
+        (text,) = batch
+        loss = F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        return {"loss": loss, "log": {"train_loss": loss}}
 
-    def validation_step(self, batch: Tensor, batch_nb: int) -> dict[str, Tensor]:
-        """Return the same, without dropout."""
-        scores = self(batch[:, :-1])
-        return {"val_loss": F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())}
+    def validation_step(self, batch: tuple[Tensor], batch_nb: int) -> Any:
+        """Return the same, which is logged as `val_loss`."""
+        return self.training_step(batch, batch_nb)["loss"]
 
     def configure_optimizers(self) -> Any:
         """Return AdamW that decays matrices only, and a rate that warms up and falls each step."""
         matrices = [p for p in self.parameters() if p.dim() > 1]
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.size.lr, betas=(0.9, 0.99))
+        optimizer = torch.optim.AdamW(groups, lr=self.given.lr, betas=(0.9, 0.99))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def rate(self, step: int) -> float:
         """Return the share of the learning rate at `step`: a linear rise, then half a cosine."""
-        rise = (step + 1) / self.size.warmup
-        fall = min(1.0, step / self.steps)
-        return min(rise, 0.55 + 0.45 * math.cos(math.pi * fall))
+        fall = math.cos(math.pi * min(1.0, step / self.given.steps))
+        return min((step + 1) / self.given.warmup, 0.55 + 0.45 * fall)
 
     @torch.no_grad()
-    def sample(self, prompt: str, length: int, random: torch.Generator) -> str:
-        """Write on from `prompt`; it draws from `random` alone."""
-        training = self.training
+    def sample(self, prompt: str, random: torch.Generator) -> str:
+        """Write on from `prompt` without dropout; it draws from `random` alone."""
         self.eval()
         text = torch.tensor([list(prompt.encode("ascii"))])
-        for _ in range(length):
-            scores = self(text[:, -self.size.block :])[:, -1]
-            chosen = torch.multinomial((scores / 0.8).softmax(-1), 1, generator=random)
-            text = torch.cat([text, chosen], dim=1)
-        self.train(training)
+        for _ in range(120):
+            chances = (self(text[:, -self.given.block :])[:, -1] / 0.8).softmax(-1)
+            text = torch.cat([text, torch.multinomial(chances, 1, generator=random)], dim=1)
+        self.train()
         return bytes(text[0].tolist()).decode("ascii")
 
 
-class Pieces(Dataset[Tensor]):
-    """Pieces of `block` + 1 characters: `crops` random ones, or all, one after the other."""
-
-    def __init__(self, text: Tensor, block: int, crops: int | None = None) -> None:
-        self.text, self.block, self.crops = text, block, crops
-
-    def __len__(self) -> int:
-        return (len(self.text) - 1) // self.block if self.crops is None else self.crops
-
-    def __getitem__(self, i: int) -> Tensor:
-        last = len(self.text) - self.block - 1
-        start = i * self.block if self.crops is None else int(torch.randint(last + 1, ()))
-        return self.text[start : start + self.block + 1].long()
-
-
-def loaders(size: Size) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
-    """Return loaders of the first nine tenths of the text, and of the last."""
+def loaders(given: Settings) -> list[DataLoader[Any]]:
+    """Return loaders of the first nine tenths of the text, shuffled, and of the last tenth."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
     joined = "\n\n".join(file.read_text("utf-8") for file in files).encode("ascii", "ignore")
-    text = torch.frombuffer(bytearray(joined[: size.text]), dtype=torch.uint8)
-    train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    crops = Pieces(train, size.block, size.crops)
-    return DataLoader(crops, size.batch), DataLoader(Pieces(val, size.block), 4 * size.batch)
+    text = torch.frombuffer(bytearray(joined[: given.characters]), dtype=torch.uint8).long()
+    parts = text.tensor_split([len(text) * 9 // 10])
+    train, val = (TensorDataset(part.unfold(0, given.block + 1, given.block)) for part in parts)
+    return [DataLoader(train, given.batch, shuffle=True), DataLoader(val, 64)]
 
 
-def trainer(
-    size: Size, *, steps: int, seed: int, checkpoints: st.Checkpoints | None = None
-) -> st.Trainer:
+def trainer(given: Settings, *, seed: int, checkpoints: st.Checkpoints) -> st.Trainer:
     """Return a trainer that prints losses, and a sample after each validation."""
-    loop = st.supervised(accumulate_grad_batches=size.accumulate, gradient_clip_val=1.0)
-    made = st.Trainer(loop, max_steps=steps, seed=seed, checkpoints=checkpoints)
+    loop = st.supervised(
+        accumulate_grad_batches=given.accumulate,
+        gradient_clip_val=1.0,
+        val_check_interval=given.validate_every,
+    )
+    made = st.Trainer(loop, max_steps=given.steps, seed=seed, checkpoints=checkpoints)
 
-    @made.on("step", every=10)
-    def progress(run: st.SupervisedRun) -> None:
-        rate = run.optimizers[0].param_groups[0]["lr"]
-        print(f"step {run.step:4}  lr {rate:.5f}  train {float(run.metrics['train_loss']):.3f}")
-
+    @made.on("step", every=25)
     @made.on("validation_end")
-    def write(run: st.SupervisedRun) -> None:
-        random = torch.Generator().manual_seed(run.step)  # the run's own streams stay where they are
-        print(f"step {run.step:4}  val {run.metrics['val_loss']:.3f}", flush=True)
-        print(run.module.sample("def ", 120, random), flush=True)  # type: ignore[operator]
+    def progress(run: st.SupervisedRun) -> None:
+        losses = (f"{name} {float(value):.3f}" for name, value in run.metrics.items())
+        print(f"step {run.step:4}", *losses, sep="  ", flush=True)
+        if run.state == "validation_end":
+            random = torch.Generator().manual_seed(run.step)  # leaves the run's streams alone
+            print(run.module.sample("def ", random), flush=True)  # type: ignore[operator]
 
     return made
 
@@ -177,17 +154,14 @@ def main() -> None:
     """Train, or go on."""
     parser = argparse.ArgumentParser(description="Train a small GPT on Python's own sources.")
     parser.add_argument("url", nargs="?", default="runs/chargpt", help="where the run is saved")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where that is safe")
-    given = parser.parse_args()
-
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
+    a = parser.parse_args()
     torch.set_num_threads(1)
-    size, steps = Size(), given.steps
-    made = trainer(
-        size, steps=steps, seed=given.seed, checkpoints=st.Checkpoints(given.url, every="50 steps")
-    )
-    made.fit(GPT(size, steps=steps, bf16=given.bf16), *loaders(size))
+    given = Settings(steps=a.steps, bf16=a.bf16)
+    made = trainer(given, seed=a.seed, checkpoints=st.Checkpoints(a.url, every="50 steps"))
+    made.fit(GPT(given), *loaders(given))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     Subset,
@@ -110,16 +111,12 @@ class Indexed:
         self.seeding = seeding
         self.single = batches is None
         self.order: Any = sampler if batches is None else batches
+        self._fresh = type(self.order) is BatchSampler  # it hands out no list twice
         self.length = _length(self.order)
         self.problems: list[str] = []
         self.begun_to_save = False
         self._draws = seeding != "main" and not _draws_nothing(loader)
-        order = generators([self.order, sampler, loader.generator], skip=[dataset])
-        own = generators([dataset, loader.collate_fn])
-        self._order_rngs = _named("order", order)
-        self._rngs = _named("dataset", own if self._draws or seeding == "main" else [])
-        ids = {id(rng) for rng in self._rngs.values()}
-        self._shared = [rng for rng in self._order_rngs.values() if id(rng) in ids and self._draws]
+        self._find_generators()
         self.facts = {
             "kind": "indexed",
             "dataset length": _length(dataset),
@@ -191,15 +188,27 @@ class Indexed:
         self.load(state)
         return bool(self._crc == state["crc"])
 
+    def _find_generators(self) -> None:
+        loader = self.loader
+        order = generators([self.order, loader.sampler, loader.generator], skip=[loader.dataset])
+        own = generators([loader.dataset, loader.collate_fn])
+        self._order_rngs = _named("order", order)
+        self._rngs = _named("dataset", own if self._draws or self.seeding == "main" else [])
+        ids = {id(rng) for rng in self._rngs.values()}
+        self._shared = [rng for rng in self._order_rngs.values() if id(rng) in ids and self._draws]
+
     def _all_rngs(self) -> list[tuple[str, Rng]]:
         return [*self._order_rngs.items(), *self._rngs.items()]
 
     def _draw(self) -> None:
         """Draw the next indices. When that happens depends on the position alone."""
         with self._lane:
-            drawn = [_owned(indices, self.single) for indices in islice(self._indices, AHEAD)]
+            drawn = list(islice(self._indices, AHEAD)) if self._fresh else self._drawn_apart()
         self._block.extend(drawn)
         self._exhausted = len(drawn) < AHEAD
+
+    def _drawn_apart(self) -> list[Any]:
+        return [_owned(indices, self.single) for indices in islice(self._indices, AHEAD)]
 
     def _take(self) -> None:
         if len(self._block) == 1 and not self._exhausted:

@@ -103,10 +103,13 @@ class Rehearsal:
 
     def __init__(self) -> None:
         self.taken: dict[str, Any] | None = None
+        self._modules: list[tuple[str, nn.Module]] | None = None
 
     def take(self, run: Run) -> None:
         """Copy it, immediately before the action."""
-        self.taken = {"random": randomness.capture(), "modules": _volatile(run)}
+        if self._modules is None:
+            self._modules = _modules(run)
+        self.taken = {"random": randomness.capture(), "modules": _volatile(self._modules)}
 
     @staticmethod
     def replay(run: Run, before: dict[str, Any], action: Callable[[Any], None]) -> None:
@@ -114,14 +117,15 @@ class Rehearsal:
 
         What callbacks did to buffers after the action is put back.
         """
-        after = _volatile(run)
+        modules = _modules(run)
+        after = _volatile(modules)
         rows, metrics = run.rows, dict(run.metrics)
         randomness.restore(before["random"])
-        _set_volatile(run, before["modules"])
+        _set_volatile(modules, before["modules"])
         run.rows = []
         action(run)
         run.rows, run.metrics = rows, metrics
-        _set_volatile(run, after)
+        _set_volatile(modules, after)
 
 
 def _captured(value: Any, path: str, seen: dict[int, str]) -> Any:
@@ -198,18 +202,18 @@ def _modules(run: Run) -> list[tuple[str, nn.Module]]:
     return [(path, value) for path, value in live_parts(run) if isinstance(value, nn.Module)]
 
 
-def _volatile(run: Run) -> dict[str, Any]:
+def _volatile(modules: list[tuple[str, nn.Module]]) -> dict[str, Any]:
     return {
         path: {
             "buffers": {n: None if b is None else b.detach().clone() for n, b in buffers(module)},
             "extra": extra_states(module),
         }
-        for path, module in _modules(run)
+        for path, module in modules
     }
 
 
-def _set_volatile(run: Run, taken: dict[str, Any]) -> None:
-    for path, module in _modules(run):
+def _set_volatile(modules: list[tuple[str, nn.Module]], taken: dict[str, Any]) -> None:
+    for path, module in modules:
         for name, saved in taken[path]["buffers"].items():
             if saved is None:
                 continue
