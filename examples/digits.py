@@ -84,11 +84,6 @@ def main() -> None:
         checkpoints=st.Checkpoints(url, every=("20 steps", "1 epoch"), at=_states()),
     )
 
-    @trainer.on("validation_end")
-    def report(run: st.SupervisedRun) -> None:
-        accuracy = run.metrics["val_acc"]
-        print(f"epoch {run.epoch}  step {run.step:3}  val_acc {accuracy:.3f}", flush=True)
-
     _kill_where_asked(trainer)
     trainer.fit(Digits(), *loaders())
     trainer.draw(os.path.join(url, "loop.svg"))

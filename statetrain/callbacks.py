@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from statetrain.errors import CallbackError
-from statetrain.loop import ARROW, Loop, nearest
+from statetrain.loop import ARROW, Loop, deferred, nearest
 
 __all__ = ["Callback", "Callbacks", "before", "on"]
 
@@ -34,8 +34,10 @@ class Point:
             raise CallbackError(f"every={self.every!r}: give a whole number from 1")
         if self.at is not None and any(not isinstance(n, int) or n < 1 for n in self.at):
             raise CallbackError(f"at={self.at!r}: give visit numbers, counted from 1")
-        if self.when is not None and not callable(self.when):
+        if self.when is not None and not (callable(self.when) and _takes_one(self.when)):
             raise CallbackError(f"when={self.when!r}: give a function of the run")
+        if not isinstance(self.priority, int | float):
+            raise CallbackError(f"priority={self.priority!r}: give a number, 0 is the usual one")
 
     @property
     def filtered(self) -> bool:
@@ -150,7 +152,8 @@ class Callbacks:
 
     loop: Loop
     _all: list[Callback] = field(default_factory=list)
-    _objects: dict[str, Any] = field(default_factory=dict)
+    _objects: dict[str, Any] = field(default_factory=dict)  # those that save themselves
+    unsaved: dict[str, Any] = field(default_factory=dict)  # ... and those that do not
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
@@ -175,26 +178,35 @@ class Callbacks:
 
     def attach_object(self, instance: object) -> list[Callback]:
         """Attach the methods of `instance` that `st.on` and `st.before` marked."""
+        kind = type(instance)
         found = [
             (getattr(instance, name), where)
-            for name, member in inspect.getmembers(type(instance), callable)
-            for where in getattr(member, MARK, ())
+            for name in dict.fromkeys(n for k in reversed(kind.__mro__) for n in vars(k))
+            for where in getattr(getattr(kind, name, None), MARK, ())
         ]
         if not found:
             raise CallbackError(
-                f"{type(instance).__qualname__} has no callback: mark its methods with "
+                f"{kind.__qualname__} has no callback: mark its methods with "
                 "@st.on('state'), or attach a function with trainer.on('state')"
             )
+        named = hasattr(instance, "state_dict") and hasattr(instance, "load_state_dict")
+        name = str(getattr(instance, "name", kind.__qualname__))
+        if named and name in self._objects:
+            raise CallbackError(
+                f"two callback objects are called {name!r}: give each an attribute `name` of "
+                "its own, under which its state is saved"
+            )
         attached = [self.attach(method, where) for method, where in found]
-        if hasattr(instance, "state_dict") and hasattr(instance, "load_state_dict"):
-            name = str(getattr(instance, "name", type(instance).__qualname__))
-            if name in self._objects:
-                raise CallbackError(
-                    f"two callback objects are called {name!r}: give each an attribute `name` of "
-                    "its own, under which its state is saved"
-                )
+        if named:
             self._objects[name] = instance
+        else:
+            self.unsaved[f"{name} #{len(self.unsaved)}"] = instance
         return attached
+
+    def detach(self, callbacks: Iterable[Callback]) -> None:
+        """Take these off again."""
+        gone = list(callbacks)
+        self._all = [callback for callback in self._all if callback not in gone]
 
     def firing(self, place: str, *, leading: bool = False) -> list[Callback]:
         """Return the callbacks of a point in the order they fire."""
@@ -259,13 +271,19 @@ def _name(function: Callable[..., Any]) -> str:
 def _check_signature(function: object, name: str, where: Point) -> None:
     if not callable(function):
         raise CallbackError(f"{function!r} {where} is no function: give def callback(run)")
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    if deferred(function):
         raise CallbackError(f"callback {name!r} {where} must be a plain function, def {name}(run)")
+    if not _takes_one(function):
+        raise CallbackError(
+            f"callback {name!r} {where} must take one argument, the run: write def {name}(run)"
+        )
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind(None)
     except TypeError:
-        raise CallbackError(
-            f"callback {name!r} {where} must take one argument, the run: write def {name}(run)"
-        ) from None
+        return False
     except ValueError:  # a builtin without a signature
-        return
+        return True
+    return True

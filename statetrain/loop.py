@@ -158,13 +158,22 @@ def nearest(name: object, names: Iterable[str]) -> str:
     return f": did you mean {close[0]!r}?" if close else f": there are {', '.join(known)}"
 
 
+def deferred(function: object) -> bool:
+    """Whether calling `function` would not do its work: it is async, or a generator."""
+    called = vars(type(function)).get("__call__")  # of an object that can be called
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(is_kind(each) for is_kind in kinds for each in (function, called))
+
+
 def _check_callable(function: object, what: str) -> None:
     if not callable(function):
         raise LoopError(f"{what} must be a function of one argument, the run, not {function!r}")
+    name = getattr(function, "__qualname__", repr(function))
+    if deferred(function):
+        raise LoopError(f"{what} must be a plain function: write def {name}(run)")
     try:
         inspect.signature(function).bind(None)
     except TypeError:
-        name = getattr(function, "__qualname__", repr(function))
         raise LoopError(f"{what} must take one argument, the run: write def {name}(run)") from None
     except ValueError:  # a builtin without a signature
         return

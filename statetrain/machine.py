@@ -26,7 +26,19 @@ MUTATORS = (
     "__delitem__", "__iadd__", "__imul__", "__setitem__",
 )  # fmt: skip
 
-Work: TypeAlias = Callable[[], Any]
+EVENT = (transitions.Event, "trigger", "_trigger", "_process")  # what a compiled walk stands for
+MACHINE = (
+    transitions.Machine,
+    "callback", "callbacks", "get_state", "set_state", "resolve_callable", "_process",
+)  # fmt: skip
+WIDE = (
+    "prepare_event", "before_state_change", "after_state_change", "finalize_event",
+    "on_exception", "on_final",
+)  # fmt: skip
+TRANSITION = (transitions.Transition, "execute", "_eval_conditions", "_change_state")
+STATE = (transitions.State, "enter", "exit")
+
+Work: TypeAlias = Callable[..., Any]
 
 
 class Edge(NamedTuple):
@@ -38,13 +50,15 @@ class Edge(NamedTuple):
     arriving: tuple[Work, ...]
 
 
-class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no type information
+class Machine(transitions.Machine):
     """Drive a loop. The signature, triggers and attributes are those of `transitions.Machine`.
 
     `Machine.of(loop, run)` builds one from a loop: its trigger is `advance`, its model is the run.
     Iterating over it walks to a final state and yields the name of each state whose work is done.
-    The walk is compiled when it starts, and again whenever the machine changes. With `send_event`,
-    `queued` or machine-wide callbacks `transitions`' own triggers walk.
+    The walk is compiled when it starts, and again whenever the machine changes; a change made in
+    the middle of a transition counts from the next one. Where a whole list of a state or a
+    transition is replaced (`state.on_enter = [...]`) rather than changed, call `refresh()`. With
+    `send_event`, `queued` or machine-wide callbacks `transitions`' own triggers walk.
     """
 
     _table: dict[Any, tuple[Edge, ...]] | None = None
@@ -63,7 +77,7 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
         if resumed and resumed not in loop.names:
             raise LoopError(f"run.state={resumed!r} is not a state{nearest(resumed, loop.names)}")
         for name, value in list(vars(run).items()):  # triggers that an earlier machine left there
-            if isinstance(value, partial) and isinstance(_model_of(value), transitions.Machine):
+            if isinstance(value, partial) and _drives_loop(value):
                 delattr(run, name)
         machine = cls(
             model=run,
@@ -73,7 +87,9 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
                     "trigger": TRIGGER,
                     "source": edge.source,
                     "dest": edge.dest,
-                    "conditions": partial(_truth, edge.when, run) if edge.when else None,
+                    "conditions": partial(_truth, edge.when, run, _guard_label(edge.when))
+                    if edge.when is not None
+                    else None,
                 }
                 for edge in loop.transitions
             ],
@@ -86,6 +102,7 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
 
     def refresh(self) -> None:
         """Take in the callbacks attached since; what was added in other ways stays behind them."""
+        self._table = None
         if self._course is not None:
             self._course.lay()
 
@@ -99,7 +116,7 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
         """Do the initial state's work, once: `transitions` enters an initial state without it."""
         if self._course is not None and not self._course.entered:
             self._course.entered = True
-            initial = self.get_state(self.initial)
+            initial = self.get_state(self._course.loop.initial)
             for work in (*self._course.opening(), *map(self._resolved, initial.on_enter)):
                 self._do(work)
 
@@ -118,8 +135,10 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
             table = self._table if self._table is not None else self._compile()
             if source in table:
                 moved = self._take(table[source], run, attribute)
-            else:
+            elif TRIGGER in self.events:
                 moved = self.events[TRIGGER].trigger(run)
+            else:
+                raise LoopError(f"iterating calls the trigger {TRIGGER!r}: add it to a transition")
             if not moved:
                 raise LoopError(
                     f"no transition out of state {source!r} is open: "
@@ -157,9 +176,9 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
             raise
 
     def _note(self, error: Exception, work: Work | None) -> None:
-        where = self._course.label(work) if self._course is not None else None
-        if where is not None:
-            error.add_note(where)
+        label = getattr(work, "label", None)
+        if label is not None and self._course is not None:
+            _add_note(error, label, self._course.run)
 
     def _only_model(self) -> Any:
         if len(self.models) != 1:
@@ -171,8 +190,8 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
     def _compile(self) -> dict[Any, tuple[Edge, ...]]:
         """Flatten what `transitions` would interpret; leave out states it must walk itself."""
         table: dict[Any, tuple[Edge, ...]] = {}
-        if self._plain() and TRIGGER in self.events:
-            event = self.events[TRIGGER]
+        event = self.events.get(TRIGGER)
+        if event is not None and self._plain() and _unchanged(event, *EVENT):
             for source in list(event.transitions):
                 found = event.transitions[source] = self._watched(event.transitions[source])
                 state = self.states.get(source)
@@ -182,27 +201,18 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
         return table
 
     def _plain(self) -> bool:
-        wide = (
-            self.send_event, self.has_queue, self.prepare_event, self.before_state_change,
-            self.after_state_change, self.finalize_event, self.on_exception, self.on_final,
-        )  # fmt: skip
-        kind, original = type(self), transitions.Machine
-        return not any(wide) and all(
-            getattr(kind, name) is getattr(original, name)
-            for name in ("callback", "callbacks", "set_state", "resolve_callable", "_process")
-        )
+        for name in WIDE:
+            setattr(self, name, self._watched(getattr(self, name)))
+        wide = any(getattr(self, name) for name in WIDE)
+        return not (self.send_event or self.has_queue or wide) and _unchanged(self, *MACHINE)
 
     def _compilable(self, edge: Any) -> bool:
         ends = (self.states.get(edge.source), self.states.get(edge.dest))
         return (
-            type(edge).execute is transitions.Transition.execute
-            and all(type(condition).check is Condition.check for condition in edge.conditions)
-            and all(
-                type(end).enter is transitions.State.enter
-                and type(end).exit is transitions.State.exit
-                for end in ends
-            )
-        )
+            _unchanged(edge, *TRANSITION)
+            and all(_unchanged(each, Condition, "check") for each in edge.conditions)
+            and all(_unchanged(end, *STATE) for end in ends)
+        )  # an internal transition has no destination
 
     def _edge(self, source: Any, edge: Any) -> Edge:
         dest = self.states[edge.dest]
@@ -221,23 +231,30 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
         )
 
     def _guard(self, condition: Any) -> Work:
-        check = condition.func
-        if condition.target is True and isinstance(check, partial) and check.func is _truth:
-            return partial(*check.args)  # a loop's guard: asked for its truth in any case
-        return partial(_equal, self._resolved(check), condition.target)
+        check = self._resolved(condition.func)
+        if condition.target is True and check is not condition.func and hasattr(check, "label"):
+            return check  # a loop's guard: asked for its truth in any case
+        return partial(_equal, check, condition.target)
 
     def _resolved(self, function: Any) -> Work:
-        return partial(self._call_named, function) if isinstance(function, str) else function
+        if isinstance(function, str):
+            return partial(self._call_named, function)
+        if isinstance(function, partial) and function.func in (_perform, _truth):
+            action, run, label = function.args
+            bare = partial(action, run)
+            vars(bare)["label"] = label
+            return bare
+        work: Work = function
+        return work
 
     def _call_named(self, name: str) -> Any:
-        data = EventData(None, None, self, self._only_model(), (), {})
+        data = EventData(None, None, self, self.models[0], (), {})
         return self.resolve_callable(name, data)()
 
     def _watched(self, items: Iterable[Any]) -> Any:
-        if isinstance(items, _Watched) and items.machine is self:
-            return items
-        watched = _Watched(items)
-        watched.machine = self
+        watched = items if isinstance(items, _Watched) else _Watched(items)
+        if not any(machine is self for machine in watched.machines):
+            watched.machines = (*watched.machines, self)
         return watched
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -264,15 +281,15 @@ class Machine(transitions.Machine):  # type: ignore[misc]  # transitions has no 
 class _Watched(list[Any]):
     """A list of callbacks whose changes make the machine compile again."""
 
-    machine: Machine | None = None
+    machines: tuple[Machine, ...] = ()  # several, where they share a state
 
 
 def _watching(name: str) -> Callable[..., Any]:
     mutate = getattr(list, name)
 
     def change(self: _Watched, *args: Any, **kwargs: Any) -> Any:
-        if self.machine is not None:
-            self.machine._table = None  # noqa: SLF001 - both are this file's
+        for machine in self.machines:
+            machine._table = None  # noqa: SLF001 - both are this file's
         return mutate(self, *args, **kwargs)
 
     change.__name__ = name
@@ -295,13 +312,11 @@ class _Course:
         self.attached = attached
         self.entered = entered
         self.rehearsals: dict[str, Action] = {}
-        self.labels: dict[int, str] = {}
-        self.laid: dict[tuple[str, str], int] = {}  # how many leading entries of a list are ours
+        self.laid: dict[tuple[str, str], list[Work]] = {}  # what in a list is ours
         self.lay()
 
     def lay(self) -> None:
         """Put actions and callbacks at the head of each state's and transition's list."""
-        self.labels = {}
         for state in self.loop.states:
             rehearsal = self.rehearsals.get(state.name)
             works = [work for work in (rehearsal, state.action) if work is not None]
@@ -324,24 +339,39 @@ class _Course:
         return [self.bind(c.call, f"in callback {c.label!r} {where}") for c in callbacks]
 
     def bind(self, function: Action, label: str) -> Work:
-        work = partial(function, self.run)
-        self.labels[id(work)] = label
-        return work
+        return partial(_perform, function, self.run, label)
 
     def put(self, place: list[Any], key: tuple[str, str], works: list[Work]) -> None:
-        place[: self.laid.get(key, 0)] = works
-        self.laid[key] = len(works)
-
-    def label(self, work: Work | None) -> str | None:
-        """Say where `work` stands and how far the run is, for a note on an exception."""
-        where = self.labels.get(id(work))
-        if where is None and isinstance(work, partial):
-            where = f"in guard {getattr(work.func, '__qualname__', work.func)!r}"
-        return where and f"{where} (epoch {self.run.epoch}, step {self.run.step})"
+        ours = self.laid.get(key, [])
+        place[:] = [*works, *(other for other in place if all(other is not w for w in ours))]
+        self.laid[key] = works
 
 
-def _truth(guard: Guard, run: Any) -> bool:
-    return bool(guard(run))  # transitions compares with True: a guard may return any truth
+def _perform(function: Work, run: Any, label: str, *_: Any, **__: Any) -> Any:
+    try:  # `transitions` calls this, with what its trigger got; the compiled walk what is in it
+        return function(run)
+    except Exception as error:
+        _add_note(error, label, run)
+        raise
+
+
+def _truth(guard: Guard, run: Any, label: str, *_: Any, **__: Any) -> bool:
+    return bool(_perform(guard, run, label))  # transitions asks == True: any truth may be given
+
+
+def _guard_label(guard: Guard) -> str:
+    return f"in guard {getattr(guard, '__qualname__', guard)!r}"
+
+
+def _add_note(error: Exception, label: str, run: Any) -> None:
+    error.add_note(f"{label} (epoch {run.epoch}, step {run.step})")
+
+
+def _unchanged(thing: object, original: type, *names: str) -> bool:
+    kind = type(thing)
+    return isinstance(thing, original) and all(
+        getattr(kind, name) is getattr(original, name) for name in names
+    )
 
 
 def _done(work: Work) -> bool:
@@ -353,6 +383,7 @@ def _equal(check: Work, target: object) -> bool:
     return bool(check() == target)
 
 
-def _model_of(bound: partial[Any]) -> object:
-    owner = getattr(bound.func, "__self__", None)  # Machine methods, or Event.trigger
-    return getattr(owner, "machine", owner)
+def _drives_loop(bound: partial[Any]) -> bool:
+    owner = getattr(bound.func, "__self__", None)  # of Machine methods, or of Event.trigger
+    machine = getattr(owner, "machine", owner)
+    return isinstance(machine, Machine) and machine._course is not None  # noqa: SLF001 - ours

@@ -6,8 +6,11 @@ import time
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
+from statetrain.errors import TrainingError
+
 __all__ = ["Limits", "Row", "Run", "static", "transient"]
 
+FLUSHED = 100  # logged rows that are handed to the loggers at once
 KIND = "statetrain"  # the key of a field's kind in its metadata
 
 
@@ -96,6 +99,7 @@ class Run:
     ticked: float | None = transient(default=None)
     request: str | None = transient(default=None)
     rows: list[Row] = transient(default_factory=list)
+    flush: Any = transient(default=None)
 
     def save(self) -> None:
         """Ask for a checkpoint when the work and all callbacks of this state are over."""
@@ -126,10 +130,17 @@ class Run:
         The newest value stands in `run.metrics`. A tensor is detached, and read by the loggers
         later, so logging does not wait for the device.
         """
+        size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
+        if size != 1 or (not isinstance(value, (int, float, str)) and not hasattr(value, "item")):
+            raise TrainingError(
+                f"log({name!r}) was given {value!r}: log a number or a scalar tensor"
+            )
         if hasattr(value, "detach"):
-            value = value.detach()
+            value = value.detach().clone()  # the tensor may be changed in place before it is read
         self.metrics[name] = value
         self.rows.append(Row(self.epoch, self.step, name, value))
+        if len(self.rows) >= FLUSHED and self.flush is not None:
+            self.flush()
 
     def tick(self) -> None:
         """Add the time since the last call to `elapsed`, where `max_time` limits it."""

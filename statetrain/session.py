@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from statetrain.callbacks import Callbacks
 from statetrain.cluster.preempt import Signals
@@ -24,12 +25,16 @@ from statetrain.errors import (
     Preempted,
 )
 from statetrain.exactness import exactness_of
-from statetrain.loop import Loop
+from statetrain.loop import Action, Loop
 from statetrain.machine import Machine
 from statetrain.persist import container, randomness, snapshot
+from statetrain.persist.attributes import Attributes, holders
 from statetrain.persist.checkpoint import Checkpoints, Snapshot, changed, graph, misfits, read
+from statetrain.persist.compare import unequal
 from statetrain.persist.parts import restore_weights, weight_differences
+from statetrain.progress import Progress
 from statetrain.run import Run
+from statetrain.summary import summary
 
 __all__ = ["Session"]
 
@@ -55,6 +60,7 @@ class Session:
         exact: bool | None = None,
         init_from: str | None = None,
         passing: bool = False,
+        progress: bool | None = False,
     ) -> None:
         self.run = run
         self.loop = loop
@@ -67,6 +73,7 @@ class Session:
         self.passing = passing  # a run that is of no use once it is complete
         self.strict = exact if exact is not None else checkpoints is not None
         self.leaving = False
+        self.progress = None if progress is False else Progress(run, loop, live=progress)
         self.machine: Machine | None = None
         self.signals = Signals(() if checkpoints is None else checkpoints.signals)
         self.rehearsals: dict[str, snapshot.Rehearsal] = {}
@@ -77,17 +84,24 @@ class Session:
     def __enter__(self) -> Session:
         with ExitStack() as opened:
             opened.callback(self.run.close)
+            self.run.request, self.run.flush = None, self._flush
             self._name_loaders()
             self.run.ready()
+            self.attributes = Attributes(self._holders())
             found = self._locked_and_found(opened)
             for logger in self.loggers:
                 opened.callback(logger.close)
             opened.callback(self._flush)
+            if self.progress is not None:
+                self.progress.stream.write(f"{self._summary()}\n")
+                opened.callback(self.callbacks.detach, self.progress.attach(self.callbacks))
             if found is None:
                 self._start()
             else:
                 self._take_up(found)
             opened.enter_context(self.signals)
+            if self.progress is not None and self.machine is not None:
+                opened.enter_context(self.progress)
             self._exit = opened.pop_all()
         return self
 
@@ -152,6 +166,7 @@ class Session:
             random=randomness.capture(),
             callbacks=self.callbacks.state_dict(),
             loggers=[logger.state_dict() for logger in self.loggers],
+            attributes=self.attributes.changed(),
             loop=graph(self.loop),
             options=dict(self.loop.options),
             limits=dataclasses.asdict(run.limits),
@@ -180,6 +195,8 @@ class Session:
         checkpoints = self.checkpoints
         if checkpoints is None:
             return None
+        lost = snapshot.orphans(self.run)
+        self._object(lost, CheckpointError, "parameters of optimizers are in no module of the run")
         self._check_storable()
         checkpoints.store.lock()
         opened.callback(checkpoints.store.unlock)
@@ -256,6 +273,7 @@ class Session:
     def put_back(self, saved: Snapshot) -> None:
         """Undo all that happened since `saved` was copied."""
         snapshot.restore(self.run, saved.run)
+        self.attributes.restore(saved.attributes)
         self.callbacks.load_state_dict(saved.callbacks)
         randomness.restore(saved.random)
 
@@ -263,6 +281,7 @@ class Session:
         """Give the run the saved state; the random streams last, when nothing draws any more."""
         run = self.run
         snapshot.restore(run, saved.run)
+        self.attributes.restore(saved.attributes)
         run.resumed()
         self.callbacks.load_state_dict(saved.callbacks)
         for logger, state in zip(self.loggers, saved.loggers, strict=False):
@@ -278,8 +297,25 @@ class Session:
         self.machine = self._armed()
         if state.replay and state.action is not None:
             assert saved.replay is not None  # noqa: S101 - no save without it
-            snapshot.Rehearsal.replay(run, saved.replay, state.action)
+            self._replay(saved.replay, state.action)
         randomness.restore(saved.random)
+
+    def _replay(self, before: dict[str, Any], action: Action) -> None:
+        """Do the action again, and see that it made the same of the run."""
+        saved = self.copy()
+        snapshot.Rehearsal.replay(self.run, before, action)
+        different = unequal(saved.run, snapshot.capture(self.run))
+        self._object(
+            different,
+            CheckpointError,
+            f"the action of state {self.run.state!r} was done again and left other values than "
+            "those saved, because it, or a callback after it, changed what it starts from",
+        )
+
+    def _holders(self) -> dict[str, Any]:
+        parts = dict(snapshot.live_parts(self.run))
+        modules = {path: live for path, live in parts.items() if isinstance(live, nn.Module)}
+        return holders(modules, self.callbacks.unsaved)
 
     def _goes_on(self) -> bool:
         """Whether a raised limit opens another way out of the state before the final one."""
@@ -299,6 +335,13 @@ class Session:
                 machine.rehearse(name, self.rehearsals[name].take)
         return machine
 
+    def _summary(self) -> str:
+        found = exactness_of(self.run)
+        notes = str(found).splitlines()
+        return summary(
+            self.run, self.loop, self.callbacks, checkpoints=self.checkpoints, notes=notes
+        )
+
     def _flush(self) -> None:
         rows, self.run.rows = self.run.rows, []
         for logger in self.loggers:
@@ -306,21 +349,28 @@ class Session:
 
 
 def _plain(value: Any) -> Any:
-    """Return a static field as it is compared: itself if it can be stored, else its repr."""
+    """Return a static field as it is compared: itself if it can be stored, else its name."""
     try:
         container.check(value)
     except CheckpointError:
-        return repr(value)
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
     return value
 
 
+def _given(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer's group was built with: the first rate, not the scheduled one."""
+    rest = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "param_names")}
+    return {**rest, "lr": group.get("initial_lr", group["lr"])} if "lr" in group else rest
+
+
 def _rates(run: Run, saved: Snapshot) -> list[str]:
-    """Say where an optimizer was built with another learning rate than the saved one."""
+    """Say where an optimizer was built with other settings than the saved one."""
     found: list[str] = []
     for path, live, part in snapshot.pairs(run, saved.run):
         if isinstance(live, torch.optim.Optimizer):
             groups = zip(part.state["state"]["param_groups"], live.param_groups, strict=True)
             for i, (old, new) in enumerate(groups):
-                was, now = ({"lr": group.get("initial_lr", group["lr"])} for group in (old, new))
+                was, now = _given(old), _given(new)
                 found += changed(f"{path}.param_groups[{i}]", was, now)
     return found

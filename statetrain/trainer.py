@@ -51,6 +51,8 @@ class Trainer:
             afresh, and refuses a URL that already holds checkpoints.
         exact: True makes what cannot be resumed exactly an error, False a warning. By default it
             is an error when checkpoints are on.
+        progress: None shows a live line on a terminal and a plain line an epoch elsewhere, True the
+            live line in any case, False nothing.
 
     Raises:
         StatetrainError: an argument has no meaning; the message says which ones have.
@@ -72,6 +74,7 @@ class Trainer:
         init_from: str | os.PathLike[str] | None = None,
         resume: str = "auto",
         exact: bool | None = None,
+        progress: bool | None = None,
     ) -> None:
         if loop is not None and not isinstance(loop, Loop):
             raise LoopError(f"Trainer was given {loop!r}: its first argument is a st.Loop")
@@ -93,6 +96,7 @@ class Trainer:
         self.init_from = None if init_from is None else os.fspath(init_from)
         self.resume = resume
         self.exact = exact
+        self.progress = progress
         self.checkpoints = (
             checkpoints
             if checkpoints is None or isinstance(checkpoints, Checkpoints)
@@ -181,6 +185,7 @@ class Trainer:
             fresh=self.resume == "never",
             exact=self.exact,
             init_from=self.init_from,
+            progress=self.progress,
         )
         self._drive(session)
         return run
@@ -252,12 +257,17 @@ class Trainer:
         return run
 
     def _drive(self, session: Session) -> None:
-        self.run = session.run
-        with session as self._session:
-            for state in session:
-                session.save_if_due(state)
-                if session.leaving:
-                    break
+        if self._session is not None:
+            raise TrainingError("this trainer is at work already: give the other run a Trainer")
+        self.run, self._session = session.run, session
+        try:
+            with session:
+                for state in session:
+                    session.save_if_due(state)
+                    if session.leaving:
+                        break
+        finally:
+            self._session = None
 
     def _evaluate(
         self, kind: str, module: Any, loader: Any, limit: int | float | None, to: Any
@@ -276,6 +286,7 @@ class Trainer:
             seed=self.seed,
             exact=self.exact,
             passing=True,
+            progress=self.progress,
         )
         self._drive(session)
         return run
@@ -294,7 +305,7 @@ class Trainer:
             seed=self.seed, exact=self.exact,
         )  # fmt: skip
         todo = {state.name for state in loop.states if not state.final}
-        with session as self._session:
+        with session:
             before = session.copy()
             try:
                 for state in session:

@@ -83,8 +83,7 @@ def test_stopped_after_any_transition_an_evaluation_ends_the_same(
 def test_a_part_of_an_evaluation_left_out_is_noticed(drop: str, tmp_path: Path) -> None:
     class Lossy(st.Checkpoints):
         def beside(self, name: str) -> st.Checkpoints:
-            made = Lossy(f"{self.url}/{name}", every=None)
-            return made
+            return Lossy(f"{self.url}/{name}", every=None)
 
         def newest(self) -> Any:
             found = super().newest()
@@ -236,8 +235,7 @@ def timed(url: str, limit: float, ticks: list[float]) -> Any:
         run.clock = lambda: next(now)
 
     torch.manual_seed(0)
-    run = trainer.fit(Line(), data(8), data(4))
-    return run
+    return trainer.fit(Line(), data(8), data(4))
 
 
 def test_max_time_pauses_and_a_higher_one_goes_on_exactly(tmp_path: Path) -> None:
@@ -283,8 +281,7 @@ def test_init_from_gives_weights_and_nothing_else(tmp_path: Path) -> None:
     run = trainer.fit(Line(), data(8))
     assert (run.epochs, run.step, run.optimizers[0].param_groups[0]["momentum"]) == (1, 4, 0.9)
     assert all(
-        torch.equal(a, b)
-        for a, b in zip(weights, source.module.state_dict().values(), strict=True)
+        torch.equal(a, b) for a, b in zip(weights, source.module.state_dict().values(), strict=True)
     )
 
 

@@ -365,5 +365,10 @@ def test_every_stored_field_has_a_control() -> None:
     run = st.SupervisedRun(module=programs.Rich(), train_loader=st.resumable([1]))
     stored = {name for name, kind in fields(run).items() if kind == "stored"}
     by_parts = {"module", "train_loader", "val_loader", "optimizers", "schedulers", "val_random"}
-    elsewhere = {"state", "came_from", "seed", "elapsed"}  # test_trainer: without them nothing goes on
+    elsewhere = {
+        "state",
+        "came_from",
+        "seed",
+        "elapsed",
+    }  # test_trainer: without them nothing goes on
     assert stored == {*FIELDS} | by_parts | elsewhere

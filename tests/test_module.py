@@ -208,16 +208,15 @@ VALIDATION: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a metric of a shape": (
         {"validation_step": lambda self, batch, batch_nb: {"acc": batch}},
-        "validation metric 'acc' has shape (2, 2): reduce it to a scalar, for example with .mean()",
+        "metric 'acc' has shape (2, 2): reduce it to a scalar, for example with .mean()",
     ),
     "a loss of a shape": (
         {"validation_step": lambda self, batch, batch_nb: batch},
-        "validation metric 'val_loss' has shape (2, 2): reduce it to a scalar, for example with "
-        ".mean()",
+        "metric 'val_loss' has shape (2, 2): reduce it to a scalar, for example with .mean()",
     ),
     "a metric that is no number": (
         {"validation_step": lambda self, batch, batch_nb: {"acc": "good"}},
-        "validation metric 'acc' is 'good': give a number or a scalar tensor",
+        "metric 'acc' is 'good': give a number or a scalar tensor",
     ),
     "no dict": (
         {"validation_step": lambda self, batch, batch_nb: 0.5},
@@ -238,6 +237,9 @@ def test_without_a_validation_loader_no_validation_step_is_needed() -> None:
     assert fit(changed(validation_step=None)).step == 2
 
 
+FRACTION = ", or a fraction of the epoch as a float up to 1.0"
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -249,19 +251,13 @@ def test_without_a_validation_loader_no_validation_step_is_needed() -> None:
         ("gradient_clip_val", -1.0, "give a norm above 0, or None"),
         ("gradient_clip_val", float("nan"), "give a norm above 0, or None"),
         ("gradient_clip_val", "1", "give a norm above 0, or None"),
-        ("val_check_interval", 0, "give a whole number from 1"),
-        ("val_check_interval", "half", "give a whole number from 1"),
-        (
-            "val_check_interval", 2.0,
-            "give a number of batches as an int, or a fraction of the epoch as a float up to 1.0",
-        ),
-        (
-            "val_check_interval", float("nan"),
-            "give a number of batches as an int, or a fraction of the epoch as a float up to 1.0",
-        ),
-        ("limit_train_batches", -1, "give a whole number from 0"),
-        ("limit_train_batches", 0.5, "give a whole number from 0"),
-        ("limit_val_batches", False, "give a whole number from 0"),
+        ("val_check_interval", 0, f"give a whole number from 1{FRACTION}"),
+        ("val_check_interval", "half", f"give a whole number from 1{FRACTION}"),
+        ("val_check_interval", 2.0, f"give a whole number from 1{FRACTION}"),
+        ("val_check_interval", float("nan"), f"give a whole number from 1{FRACTION}"),
+        ("limit_train_batches", -1, f"give a whole number from 0{FRACTION}"),
+        ("limit_train_batches", 1.5, f"give a whole number from 0{FRACTION}"),
+        ("limit_val_batches", False, f"give a whole number from 0{FRACTION}"),
     ],
 )  # fmt: skip
 def test_a_setting_without_meaning_is_told_which_have_one(
@@ -284,7 +280,9 @@ def test_a_plain_model_is_told_how_to_be_wrapped() -> None:
 def test_a_training_without_an_end_is_told_to_have_one() -> None:
     with pytest.raises(st.TrainingError) as caught:
         st.Trainer().fit(Good(), BATCHES)
-    assert str(caught.value) == ("training has no end: give Trainer(max_epochs=...) or max_steps")
+    assert str(caught.value) == (
+        "training has no end: give Trainer(max_epochs=...), max_steps or max_time"
+    )
 
 
 def test_an_empty_training_loader_is_told_what_to_check() -> None:

@@ -348,7 +348,7 @@ PLANS = some.fixed_dictionaries(
         "without_loss": some.sets(some.tuples(some.integers(1, 9), some.integers(0, 2))),
         "lazy": some.sets(some.integers(1, 9), max_size=3),
         "asked": some.dictionaries(
-            some.tuples(some.sampled_from(st.supervised().names), some.integers(1, 4)),
+            some.tuples(some.sampled_from(st.supervised().names[:-1]), some.integers(1, 4)),
             some.sampled_from(["skip_batch", "end_epoch", "finish"]),
             max_size=4,
         ),
@@ -366,7 +366,8 @@ class Watch:
         self.fetched = 0  # in this epoch
         self.open = False  # a batch was fetched and is to be ended
         self.skipped = False  # it is not to be trained on any more
-        self.over = False  # finish was asked for in validation
+        self.last = False  # finish was asked for: no other batch is fetched
+        self.over = False  # ... and in validation: this one is not trained on
 
     def __call__(self, run: Any) -> None:
         self.states.append(run.state)
@@ -378,6 +379,7 @@ class Watch:
         getattr(run, asked)()
         self.skipped = self.skipped or (asked == "skip_batch" and run.state in TRAINED)
         self.open = self.open and not (asked == "end_epoch" and run.state == "batch_start")
+        self.last = self.last or asked == "finish"
         self.over = self.over or (asked == "finish" and run.state in VALIDATION)
 
     def epoch_start(self, run: Any) -> None:
@@ -386,6 +388,7 @@ class Watch:
 
     def batch_start(self, run: Any) -> None:
         assert not self.open, "the batch before it had no batch_end"
+        assert not self.last, "finish was asked for"
         self.fetched += 1
         self.open, self.skipped = not run.epoch_ending, False
         limit = run.limits.max_steps
@@ -452,6 +455,7 @@ def plan_of(**chosen: Any) -> dict[str, Any]:
 
 
 @example(plan_of(known=False, without_loss={(1, 0)}, asked={("batch_end", 1): "end_epoch"}))
+@example(plan_of(val=None, asked={("batch_end", 1): "end_epoch"}))
 @example(plan_of(asked={("batch_start", 2): "skip_batch", ("pass_end", 3): "end_epoch"}))
 @example(plan_of(asked={("forward", 3): "skip_batch", ("backward", 3): "skip_batch"}))
 @settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
@@ -495,7 +499,7 @@ def life(plan: dict[str, Any], url: Path, *, stop: int | None = None) -> Any:
     return found[1]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(PLANS, some.lists(some.integers(1, 40), min_size=1, max_size=3))
 def test_any_situation_stopped_anywhere_ends_the_same(
     plan: dict[str, Any], stops: list[int]
@@ -657,6 +661,28 @@ def test_a_parameter_of_two_optimizers_has_a_gradient_of_each() -> None:
                         for p, total in zip(parameters, sums[i], strict=True):
                             p.sub_(total, alpha=lr)
     assert same_bits(ours, net)
+
+
+def test_gradients_of_a_shared_parameter_stay_apart_when_windows_close_afterwards() -> None:
+    class Shared(st.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+        def training_step(self, batch: Any, batch_nb: int, optimizer_i: int) -> torch.Tensor:
+            return self.weight * (1 + 2 * optimizer_i)
+
+        def on_batch_start(self, batch: Any) -> int | None:
+            return -1 if batch is None else None
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD([self.weight], lr=lr) for lr in (0.1, 0.02)]
+
+    module = Shared()
+    data = [torch.zeros(()), None, torch.zeros(()), torch.zeros(())]
+    st.Trainer(st.supervised(accumulate_grad_batches=4), max_epochs=1).fit(module, data)
+    assert module.weight.item() == pytest.approx(-(0.1 * 1 + 0.02 * 3))
+    assert module.weight.grad is None
 
 
 def test_schedulers_step_at_epochs_at_steps_and_on_plateaus() -> None:

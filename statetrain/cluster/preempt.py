@@ -17,9 +17,10 @@ log = logging.getLogger("statetrain")
 class Signals:
     """Note signals while the `with` block runs; `received` is the first of them.
 
-    Handlers that were there before are called too, and are put back at the end. A second Ctrl-C
-    raises `KeyboardInterrupt` at once. Outside the main thread, where Python allows no handlers,
-    nothing is noted.
+    Handlers that were there before are called too, and are put back at the end. Where a signal came
+    and there was none, it is ignored from then on: it would kill a process that has saved and is
+    on its way out. A second Ctrl-C raises `KeyboardInterrupt` at once. Outside the main thread,
+    where Python allows no handlers, nothing is noted.
     """
 
     def __init__(self, watched: Iterable[signal.Signals]) -> None:
@@ -37,7 +38,8 @@ class Signals:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            leaving = self.received is not None and handler in (None, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if leaving else handler or signal.SIG_DFL)
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -143,7 +143,7 @@ class Loader:
         self._begun = True
 
     def _key(self, *what: int | str) -> Key:
-        return (int(self.seed or 0), self.name, *what)
+        return (int(torch.initial_seed() if self.seed is None else self.seed), self.name, *what)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if state["version"] != VERSION:

@@ -48,8 +48,14 @@ class CSVLogger:
         """Append rows; their tensors are read here."""
         if self._file is not None and rows:
             lines = ((row.epoch, row.step, row.name, _number(row.value)) for row in rows)
-            csv.writer(self._file).writerows(lines)
-            self._file.flush()
+            try:
+                csv.writer(self._file).writerows(lines)
+                self._file.flush()
+            except OSError as error:
+                raise StatetrainError(
+                    f"cannot write the metrics to {self.path}: {error}. Make room there, and run "
+                    "the same command again: it goes on from the newest checkpoint"
+                ) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the file's length in bytes, once they are on the disk."""

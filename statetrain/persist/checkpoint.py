@@ -16,6 +16,7 @@ import torch
 from statetrain.errors import CheckpointError
 from statetrain.loop import Loop, nearest
 from statetrain.persist import container
+from statetrain.persist.compare import unequal
 from statetrain.persist.parts import Part
 from statetrain.persist.record import Record
 from statetrain.persist.registry import register
@@ -43,6 +44,7 @@ class Snapshot:
     random: dict[str, Any]
     callbacks: dict[str, Any]
     loggers: list[Any]
+    attributes: dict[str, Any]
     loop: dict[str, Any]
     options: dict[str, Any]
     limits: dict[str, Any]
@@ -113,7 +115,7 @@ class Checkpoints:
     def begin(self, run: Run) -> None:
         """Count the intervals from here."""
         self._saved_at, self._saved_step = self._clock(), run.step
-        self._saved_epochs = self._ended = run.epoch
+        self._saved_epochs = self._ended = run.epoch + (run.state == "epoch_end")
 
     def due(self, run: Run, state: str) -> bool:
         """Whether a periodic save is due in `state`, an epoch counting as ended in `epoch_end`."""
@@ -123,7 +125,10 @@ class Checkpoints:
             self._ended = run.epoch
         return (
             (self._steps is not None and run.step // self._steps > self._saved_step // self._steps)
-            or (self._epochs is not None and self._ended - self._saved_epochs >= self._epochs)
+            or (
+                self._epochs is not None
+                and self._ended // self._epochs > self._saved_epochs // self._epochs
+            )
             or (self._seconds is not None and self._clock() - self._saved_at >= self._seconds)
         )
 
@@ -199,7 +204,7 @@ def changed(what: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     return [
         f"{what} {name}: {was.get(name)!r} in the checkpoint, {now.get(name)!r} here"
         for name in {**was, **now}
-        if was.get(name) != now.get(name)
+        if unequal(was.get(name), now.get(name))
     ]
 
 

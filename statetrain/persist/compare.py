@@ -59,5 +59,5 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()

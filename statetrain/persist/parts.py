@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from statetrain.errors import CheckpointError
 from statetrain.persist import randomness
 
 __all__ = [
@@ -53,7 +54,8 @@ def kind_of(value: Any) -> str | None:
         if isinstance(value, cls):
             return kind
     if isinstance(value, torch.Tensor):
-        return "parameter" if value.requires_grad and value.is_leaf else None
+        trained = isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf)
+        return "parameter" if trained else None
     if isinstance(value, type):
         return None
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
@@ -91,10 +93,16 @@ def _any_part(items: list[Any]) -> bool:
 
 def _capture_module(module: nn.Module) -> dict[str, Any]:
     parameters = list(module.named_parameters())
+    for name, parameter in parameters:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise CheckpointError(
+                f"parameter {name!r} of {type(module).__name__} has no shape yet: call the module "
+                "with a batch before fit, so that its lazy layers are made"
+            )
     return {
         "parameters": {name: p.detach() for name, p in parameters},
         "requires_grad": {name: p.requires_grad for name, p in parameters},
-        "gradients": {name: p.grad for name, p in parameters},
+        "gradients": {name: _gradient(p) for name, p in parameters},
         "buffers": {name: None if b is None else b.detach() for name, b in buffers(module)},
         "training": {name: owner.training for name, owner in module.named_modules()},
         "extra": extra_states(module),
@@ -106,8 +114,8 @@ def _restore_module(module: nn.Module, state: dict[str, Any]) -> None:
         _restore_parameter(parameter, {
             "data": state["parameters"][name],
             "gradient": state["gradients"][name],
+            "requires_grad": state["requires_grad"][name],
         })  # fmt: skip
-        parameter.requires_grad_(state["requires_grad"][name])
     for name, saved in state["buffers"].items():
         prefix, _, leaf = name.rpartition(".")
         _restore_buffer(module.get_submodule(prefix), leaf, saved)
@@ -159,13 +167,19 @@ def restore_weights(module: nn.Module, part: Part) -> None:
 
 
 def _capture_parameter(value: torch.Tensor) -> dict[str, Any]:
-    return {"data": value.detach(), "gradient": value.grad}
+    requires = value.requires_grad
+    return {"data": value.detach(), "gradient": _gradient(value), "requires_grad": requires}
 
 
 def _restore_parameter(value: torch.Tensor, state: dict[str, Any]) -> None:
     gradient = state["gradient"]
     _set_data(value, state["data"])
+    value.requires_grad_(state["requires_grad"])
     value.grad = None if gradient is None else gradient.to(value.device)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    return None if parameter.grad is None else parameter.grad.detach()
 
 
 def _parameter_differences(value: torch.Tensor, state: dict[str, Any], path: str) -> list[str]:

@@ -39,7 +39,9 @@ def files_at(url: str) -> Files:
     Raises:
         CheckpointError: the URL's kind is unknown, or the package for it is missing.
     """
-    if "://" not in url and "::" not in url:
+    if not url or ("::" in url and "://" not in url):
+        raise CheckpointError(f"{url!r} is no place for checkpoints: give a path or a URL")
+    if "://" not in url:
         return LocalFiles(os.path.abspath(os.path.expanduser(url)))
     try:
         fs, root = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)

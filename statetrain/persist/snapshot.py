@@ -19,7 +19,16 @@ from statetrain.persist import randomness
 from statetrain.persist.parts import KINDS, Part, buffers, extra_states, kind_of
 from statetrain.run import KIND, Run
 
-__all__ = ["Rehearsal", "capture", "differences", "fields", "live_parts", "pairs", "restore"]
+__all__ = [
+    "Rehearsal",
+    "capture",
+    "differences",
+    "fields",
+    "live_parts",
+    "orphans",
+    "pairs",
+    "restore",
+]
 
 
 def capture(run: Run) -> dict[str, Any]:
@@ -38,11 +47,16 @@ def capture(run: Run) -> dict[str, Any]:
                 f"write `{name}: ...` in the dataclass {type(run).__name__}"
             )
     seen: dict[int, str] = {}
-    return {
+    tree = {
         name: _captured(getattr(run, name), f"run.{name}", seen)
         for name, kind in kinds.items()
         if kind == "stored"
     }
+    names = _parameter_names(run)
+    for _, live, part in pairs(run, tree):
+        if isinstance(live, torch.optim.Optimizer) and part.kind == "optimizer":
+            part.state["names"] = _named_groups(live, names)
+    return tree
 
 
 def restore(run: Run, tree: dict[str, Any]) -> None:
@@ -53,7 +67,7 @@ def restore(run: Run, tree: dict[str, Any]) -> None:
     found = list(pairs(run, tree))
     for kind, way in KINDS.items():
         for _, live, part in found:
-            if part.kind == kind:
+            if part.kind == kind and not _is_data(live, part):
                 way.restore(live, part.state)
     for name, node in tree.items():
         setattr(run, name, _merged(getattr(run, name), node))
@@ -70,19 +84,39 @@ def differences(run: Run, tree: dict[str, Any]) -> list[str]:
     found = [f"run.{name} is not in the checkpoint" for name in sorted(here - set(tree))]
     found += [f"run.{name} is only in the checkpoint" for name in sorted(set(tree) - here)]
     saved = set()
+    names = _parameter_names(run)
     for path, live, part in pairs(run, tree):
         saved.add(path)
         kind = kind_of(live)
-        if part.kind == "same":
+        if part.kind == "same" or _is_data(live, part):
             continue
         if kind != part.kind:
             found.append(f"{path}: {part.kind} in the checkpoint, {_named(live)} in this run")
         elif kind in KINDS:
             found += KINDS[kind].differences(live, part.state, path)
+        if kind == part.kind == "optimizer" and len(found) == 0:
+            was, now = part.state["names"], _named_groups(live, names)
+            if was != now:
+                found.append(
+                    f"{path}: its parameters are, in order, {was} in the checkpoint, {now} here"
+                )
     for path, live in live_parts(run):
         if path not in saved and path.split(".")[1].split("[")[0] in tree:
             found.append(f"{path}: nothing in the checkpoint, {_named(live)} in this run")
     return found
+
+
+def orphans(run: Run) -> list[str]:
+    """Name the optimizers' parameters that no stored field holds, and no checkpoint would."""
+    names = _parameter_names(run)
+    return [
+        f"{path}.param_groups[{g}]['params'][{i}] of shape {tuple(parameter.shape)}"
+        for path, optimizer in live_parts(run)
+        if isinstance(optimizer, torch.optim.Optimizer)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+        if id(parameter) not in names
+    ]
 
 
 def live_parts(run: Run) -> Iterator[tuple[str, Any]]:
@@ -109,7 +143,11 @@ class Rehearsal:
         """Copy it, immediately before the action."""
         if self._modules is None:
             self._modules = _modules(run)
-        self.taken = {"random": randomness.capture(), "modules": _volatile(self._modules)}
+        self.taken = {
+            "random": randomness.capture(),
+            "modules": _volatile(self._modules),
+            "streams": _streams(run),
+        }
 
     @staticmethod
     def replay(run: Run, before: dict[str, Any], action: Callable[[Any], None]) -> None:
@@ -118,14 +156,16 @@ class Rehearsal:
         What callbacks did to buffers after the action is put back.
         """
         modules = _modules(run)
-        after = _volatile(modules)
+        after, streams = _volatile(modules), _streams(run)
         rows, metrics = run.rows, dict(run.metrics)
         randomness.restore(before["random"])
         _set_volatile(modules, before["modules"])
+        _set_streams(run, before["streams"])
         run.rows = []
         action(run)
         run.rows, run.metrics = rows, metrics
         _set_volatile(modules, after)
+        _set_streams(run, streams)
 
 
 def _captured(value: Any, path: str, seen: dict[int, str]) -> Any:
@@ -184,13 +224,42 @@ def _paired(live: Any, node: Any, path: str) -> Iterator[tuple[str, Any, Part]]:
         yield from _paired(there.get(key), item, place)
 
 
+def _is_data(live: Any, part: Part) -> bool:
+    """Whether a leaf tensor that requires a gradient has nothing here that it would go into."""
+    return part.kind == "parameter" and not isinstance(live, torch.Tensor)
+
+
+def _data(part: Part) -> torch.Tensor:
+    tensor: torch.Tensor = part.state["data"]
+    tensor.requires_grad_(part.state["requires_grad"])
+    tensor.grad = part.state["gradient"]
+    return tensor
+
+
+def _parameter_names(run: Run) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for path, live in live_parts(run):
+        if isinstance(live, nn.Module):
+            names.update({id(p): f"{path}.{name}" for name, p in live.named_parameters()})
+        elif isinstance(live, torch.Tensor):
+            names[id(live)] = path
+    return names
+
+
+def _named_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:
+    return [
+        [names.get(id(parameter), "?") for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
 def _merged(live: Any, node: Any) -> Any:
     """Return the value that belongs where `node` is: parts are the live objects themselves."""
     if isinstance(node, Part):
         if node.kind == "dataclass":
             for name, item in node.state.items():
                 object.__setattr__(live, name, _merged(getattr(live, name), item))
-        return live
+        return _data(node) if _is_data(live, node) else live
     items = _items(node, "")
     if items is None:
         return node
@@ -215,13 +284,34 @@ def _volatile(modules: list[tuple[str, nn.Module]]) -> dict[str, Any]:
 def _set_volatile(modules: list[tuple[str, nn.Module]], taken: dict[str, Any]) -> None:
     for path, module in modules:
         for name, saved in taken[path]["buffers"].items():
-            if saved is None:
-                continue
-            live = module.get_buffer(name)
-            if not torch.equal(live, saved):
+            prefix, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(prefix)._buffers  # noqa: SLF001 - torch has no setter
+            live = owner.get(leaf)
+            if live is None or saved is None or live.shape != saved.shape:
+                owner[leaf] = None if saved is None else saved.clone()
+            elif not torch.equal(live, saved):
                 live.data.copy_(saved)  # .data: autograd must not see the graph's buffers change
         for name, extra in taken[path]["extra"].items():
             module.get_submodule(name).set_extra_state(extra)
+
+
+def _streams(run: Run) -> dict[str, Any]:
+    """Return the states of the random generators and lanes in the run's fields."""
+    found: dict[str, Any] = {}
+    for path, live in live_parts(run):
+        if isinstance(live, randomness.Rng):
+            found[path] = randomness.state_of(live)
+        elif isinstance(live, randomness.Lane):
+            found[path] = live.state_dict()
+    return found
+
+
+def _set_streams(run: Run, states: dict[str, Any]) -> None:
+    for path, live in live_parts(run):
+        if isinstance(live, randomness.Rng):
+            randomness.set_state(live, states[path])
+        elif isinstance(live, randomness.Lane):
+            live.load_state_dict(states[path])
 
 
 def _named(live: Any) -> str:

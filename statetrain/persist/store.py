@@ -213,12 +213,15 @@ class Store:
         if not isinstance(self._files, LocalFiles):
             log.info("%s has no locks: a second writer is found at its next save", self.url)
             return
-        if self._lock is None:
-            with self._explained("lock"):
-                os.makedirs(self._files.root, exist_ok=True)
-                lock = Lock(os.path.join(self._files.root, "lock"))
-                lock.acquire()
-            self._lock = lock
+        if self._lock is not None:
+            raise CheckpointError(
+                f"{self.url} is in use by another fit of this process: wait for it"
+            )
+        with self._explained("lock"):
+            os.makedirs(self._files.root, exist_ok=True)
+            lock = Lock(os.path.join(self._files.root, "lock"))
+            lock.acquire()
+        self._lock = lock
 
     def unlock(self) -> None:
         """Let another writer in."""

@@ -105,6 +105,8 @@ class SupervisedRun(Run):
             )
         self.optimizers, self.schedulers = configured(module.configure_optimizers())
         self.windows = [Window() for _ in self.optimizers]
+        for optimizer in self.optimizers:
+            clear(optimizer)  # an earlier run may have stopped within a window
         check_module(self)
         places = [p.device for p in module.parameters()]
         self.device = places[0] if places and places[0].type != "cpu" else None
