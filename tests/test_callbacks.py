@@ -275,7 +275,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("function", "place", "how", "said"), REFUSED)
+@pytest.mark.parametrize(("function", "place", "how", "said"), REFUSED, ids=range(len(REFUSED)))
 def test_what_cannot_be_attached_is_refused_at_once(
     function: Any, place: str, how: dict[str, Any], said: str
 ) -> None:

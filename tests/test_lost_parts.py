@@ -37,12 +37,17 @@ class Plain(st.Module):
 
 
 def fit(
-    make: Callable[[], Any], url: Any, *, stop: int | None = None, callbacks: Any = (), **more: Any
+    make: Callable[[], Any],
+    url: Any,
+    *,
+    stop: int | None = None,
+    callbacks: Any = (),
+    kind: type[st.Checkpoints] = st.Checkpoints,
 ) -> Any:
     torch.manual_seed(0)
-    checkpoints = st.Checkpoints(url, every=None, at="forward")
+    checkpoints = kind(url, every=None, at="forward")
     trainer = st.Trainer(
-        seed=1, max_epochs=3, checkpoints=checkpoints, callbacks=callbacks, progress=False, **more
+        seed=1, max_epochs=3, checkpoints=checkpoints, callbacks=callbacks, progress=False
     )
     if stop is not None:
         programs.interrupt(trainer, stop)
@@ -114,8 +119,7 @@ def test_without_them_the_end_differs(tmp_path: Path) -> None:
 
     fit(Attributes, tmp_path / "golden")
     fit(Attributes, tmp_path / "run", stop=23)
-    torch.manual_seed(0)
-    st.Trainer(seed=1, max_epochs=3, checkpoints=Lossy(tmp_path / "run")).fit(Attributes(), BATCHES)
+    fit(Attributes, tmp_path / "run", kind=Lossy)
     assert unequal(end(tmp_path / "golden").run, end(tmp_path / "run").run)
 
 

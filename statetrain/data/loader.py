@@ -164,6 +164,9 @@ class Loader:
 def resumable(loader: Any, *, seeding: str = "batch", seed: int | None = None) -> Loader:
     """Make a loader resumable: a `DataLoader`, or any sequence of ready batches.
 
+    Ready batches are handed out as they are: what changes one in place changes it for later epochs,
+    and a resumed process has it unchanged.
+
     `seeding="batch"` seeds what the dataset draws from (python, numpy, torch, and generator objects
     in the dataset or its transforms) for each batch, `"sample"` for each sample, both independently
     of everything else; `"main"` lets the dataset draw from the global streams. With the default
