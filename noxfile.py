@@ -48,7 +48,7 @@ def tests(session: nox.Session) -> None:
     """Run the tests that need nothing but this machine, in a few minutes."""
     install(session, "test")
     quick = "not slow and not stores and not slurm and not gpu"
-    session.run("pytest", "-m", quick, "-n", "2", *session.posargs)
+    session.run("pytest", "-m", quick, "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session

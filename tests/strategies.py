@@ -101,7 +101,7 @@ def calls() -> hs.SearchStrategy[Call]:
         tag=tags(),
         by_name=hs.booleans(),
         adds=hs.sampled_from([0, 0, 0, 1, 2]),
-        raises_at=hs.sampled_from([None] * 12 + [0, 2, 3]),
+        raises_at=hs.sampled_from([None] * 20 + [0, 2, 3]),
         triggers=hs.sampled_from([False] * 12 + [True]),
     )
 
@@ -113,12 +113,14 @@ def checks() -> hs.SearchStrategy[Check]:
         by_name=hs.booleans(),
         adds=hs.sampled_from([0, 1]),
         period=hs.integers(1, 3),
-        answers=hs.tuples(*[hs.sampled_from(ANSWERS)] * 3),
+        answers=hs.tuples(*[hs.sampled_from([True, True, True, *ANSWERS])] * 3),
     )
 
 
-def few(each: hs.SearchStrategy[Any], most: int = 2) -> hs.SearchStrategy[tuple[Any, ...]]:
-    return hs.lists(each, max_size=most).map(tuple)
+def few(
+    each: hs.SearchStrategy[Any], most: int = 2, *, least: int = 0
+) -> hs.SearchStrategy[tuple[Any, ...]]:
+    return hs.lists(each, min_size=least, max_size=most).map(tuple)
 
 
 def edges(source: hs.SearchStrategy[str]) -> hs.SearchStrategy[Edge]:
@@ -128,7 +130,7 @@ def edges(source: hs.SearchStrategy[str]) -> hs.SearchStrategy[Edge]:
         dest=hs.sampled_from([*NAMES, *NAMES, None]),
         prepare=few(calls(), 1),
         conditions=few(checks(), 1),
-        unless=few(checks(), 1),
+        unless=hs.one_of(hs.just(()), hs.just(()), few(checks(), 1)),
         before=few(calls()),
         after=few(calls(), 1),
     )
@@ -148,7 +150,7 @@ def changes() -> hs.SearchStrategy[Change]:
     name = hs.sampled_from(NAMES)
     return hs.builds(
         Change,
-        after=hs.integers(1, 8),
+        after=hs.integers(1, 3),
         kind=hs.sampled_from(KINDS),
         state=name,
         other=name,
@@ -163,9 +165,9 @@ def plans(most_changes: int = 4) -> hs.SearchStrategy[Plan]:
     return hs.builds(
         Plan,
         nodes=hs.tuples(*map(nodes, NAMES)),
-        edges=hs.tuples(*[few(edges(hs.just(name)), 3) for name in NAMES]).map(
-            lambda found: tuple(edge for out in found for edge in out)
-        ),
+        edges=hs.tuples(
+            *[few(edges(hs.just(name)), 3, least=int(name != "s3")) for name in NAMES]
+        ).map(lambda found: tuple(edge for out in found for edge in out)),
         options=hs.sampled_from([{}] * 6 + [{"send_event": True}, {"queued": True}]),
         changes=few(changes(), most_changes),
     )

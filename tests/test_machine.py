@@ -26,7 +26,7 @@ from statetrain.callbacks import Callbacks, point
 
 LONGEST = 12  # transitions of a random walk
 EXAMPLES = settings(
-    max_examples=200,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
