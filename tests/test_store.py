@@ -302,7 +302,8 @@ def test_a_second_live_writer_is_refused(tmp_path):
         process.wait()
     store = Store(url)  # the lock died with its process
     store.lock()
-    store.lock()
+    with pytest.raises(CheckpointError, match="in use by another fit of this process"):
+        store.lock()
     with pytest.raises(CheckpointError, match="being written by process"):
         Store(url).lock()
     store.unlock()

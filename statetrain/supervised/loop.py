@@ -105,12 +105,12 @@ class SupervisedRun(Run):
             )
         self.optimizers, self.schedulers = configured(module.configure_optimizers())
         self.windows = [Window() for _ in self.optimizers]
-        for optimizer in self.optimizers:
-            clear(optimizer)  # an earlier run may have stopped within a window
         check_module(self)
         places = [p.device for p in module.parameters()]
         self.device = places[0] if places and places[0].type != "cpu" else None
         self.parameters = all_parameters(self)
+        for parameter in self.parameters:
+            parameter.grad = None  # an earlier run may have stopped within a window
         self.shared = shared(self)
         overfit(self)
         set_limits(self)
