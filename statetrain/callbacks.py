@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -102,6 +103,10 @@ def before(
 
 def point(place: str, *, at: int | Collection[int] | None = None, **rest: Any) -> Point:
     """Build a `Point`, with `at` given as one number or several."""
+    if not isinstance(place, str):
+        raise CallbackError(
+            f'on({place!r}): give the name of a state first, as @trainer.on("step")'
+        )
     visits = (at,) if isinstance(at, int) else None if at is None else tuple(at)
     return Point(place=place, at=visits, **rest)
 
@@ -203,6 +208,16 @@ class Callbacks:
             self.unsaved[f"{name} #{len(self.unsaved)}"] = instance
         return attached
 
+    @property
+    def forgetful(self) -> list[str]:
+        """Say which functions keep state in variables outside, which no checkpoint holds."""
+        return [
+            f"callback {c.label!r} sets {', '.join(map(repr, names))} outside itself, which no "
+            "checkpoint holds: keep it in a callback object or in the module"
+            for c in self._all
+            if (names := _set_outside(c.function))
+        ]
+
     def detach(self, callbacks: Iterable[Callback]) -> None:
         """Take these off again."""
         gone = list(callbacks)
@@ -266,6 +281,21 @@ class Callbacks:
 def _name(function: Callable[..., Any]) -> str:
     inner = getattr(function, "func", function)  # a functools.partial names what it calls
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def _set_outside(function: Any) -> list[str]:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    stores = {"STORE_GLOBAL": None, "STORE_DEREF": code.co_freevars}
+    return sorted(
+        {
+            instruction.argval
+            for instruction in dis.get_instructions(code)
+            if instruction.opname in stores
+            and (stores[instruction.opname] is None or instruction.argval in code.co_freevars)
+        }
+    )
 
 
 def _check_signature(function: object, name: str, where: Point) -> None:

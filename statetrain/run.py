@@ -132,9 +132,8 @@ class Run:
         """
         size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
         if size != 1 or (not isinstance(value, (int, float, str)) and not hasattr(value, "item")):
-            raise TrainingError(
-                f"log({name!r}) was given {value!r}: log a number or a scalar tensor"
-            )
+            given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+            raise TrainingError(f"log({name!r}) was given {given}: log a number or a scalar tensor")
         if hasattr(value, "detach"):
             value = value.detach().clone()  # the tensor may be changed in place before it is read
         self.metrics[name] = value

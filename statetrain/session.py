@@ -67,6 +67,7 @@ class Session:
         self.callbacks = callbacks
         self.loggers = loggers
         self.checkpoints = checkpoints
+        self.seeded = seed is not None
         self.seed = torch.initial_seed() if seed is None else seed
         self.fresh = fresh
         self.init_from = init_from
@@ -197,6 +198,8 @@ class Session:
             return None
         lost = snapshot.orphans(self.run)
         self._object(lost, CheckpointError, "parameters of optimizers are in no module of the run")
+        for line in self.callbacks.forgetful:
+            log.warning("%s", line)
         self._check_storable()
         checkpoints.store.lock()
         opened.callback(checkpoints.store.unlock)
@@ -226,42 +229,31 @@ class Session:
                 was = {name: saved.static.get(name)}
                 found += changed("run", was, {name: _plain(getattr(self.run, name))})
         if found:
-            raise CheckpointError("\n  - ".join([f"{where} does not fit this run:", *found]))
+            lines = "\n  - ".join([f"{where} does not fit this run:", *found])
+            raise CheckpointError(
+                f"{lines}\ngive the run what it had, or start another at a new URL"
+            )
         lost = self.callbacks.differences(saved.callbacks)
         self._object(lost, CheckpointError, f"{where} has other callbacks")
         limits = dataclasses.asdict(self.run.limits)
         for line in (
             *changed("option", saved.options, self.loop.options),
             *changed("limit", saved.limits, limits),
-            *_rates(self.run, saved),
         ):
-            log.warning("%s", line)
+            log.warning("%s (this run's is used)", line)
+        seeds = changed("run", {"seed": saved.run["seed"]}, {"seed": self.run.seed})
+        for line in (*_rates(self.run, saved), *(seeds if self.seeded else ())):
+            log.warning("%s (the checkpoint's is used)", line)
 
     def _start(self) -> None:
         self.callbacks.reset()
         if self.init_from is not None:
-            self._take_weights(self.init_from)
+            parts = dict(snapshot.live_parts(self.run))
+            modules = {path: live for path, live in parts.items() if isinstance(live, nn.Module)}
+            first_weights(modules, self.init_from)
         for logger in self.loggers:
             logger.start(None)
         self.machine = self._armed()
-
-    def _take_weights(self, url: str) -> None:
-        """Give the modules the parameters and buffers of another run's newest checkpoint."""
-        found = Checkpoints(url).newest()
-        if found is None:
-            raise CheckpointError(f"init_from={url!r} holds no checkpoint")
-        pairs = [
-            (path, live, part)
-            for path, live, part in snapshot.pairs(self.run, found[1].run)
-            if part.kind == "module" and live is not None
-        ]
-        lacking = [d for path, live, part in pairs for d in weight_differences(live, part, path)]
-        if lacking or not pairs:
-            lines = lacking or ["it has no module where this run has one"]
-            raise CheckpointError("\n  - ".join([f"init_from={url!r} does not fit:", *lines]))
-        for _, live, part in pairs:
-            restore_weights(live, part)
-        log.info("first weights from %s at %s", found[0].id, url)
 
     def copy(self) -> Snapshot:
         """Return everything as it is now, sharing no memory with the run."""
@@ -292,8 +284,10 @@ class Session:
             self.checkpoints.begin(run)
         state = self.loop.state(run.state)
         if state.final and not self._goes_on():
-            log.info("the run is complete (epoch %d, step %d): nothing to do", run.epoch, run.step)
+            limit = "run.finish() ended it" if run.finishing else "a higher limit would go on"
+            self._say(f"complete at epoch {run.epoch}, step {run.step}: nothing to do ({limit})")
             return
+        self._say(f"going on from state {run.state!r}, epoch {run.epoch}, step {run.step}")
         self.machine = self._armed()
         if state.replay and state.action is not None:
             assert saved.replay is not None  # noqa: S101 - no save without it
@@ -335,6 +329,11 @@ class Session:
                 machine.rehearse(name, self.rehearsals[name].take)
         return machine
 
+    def _say(self, line: str) -> None:
+        log.info("%s", line)
+        if self.progress is not None:
+            self.progress.stream.write(f"{line}\n")
+
     def _summary(self) -> str:
         found = exactness_of(self.run)
         notes = str(found).splitlines()
@@ -346,6 +345,26 @@ class Session:
         rows, self.run.rows = self.run.rows, []
         for logger in self.loggers:
             logger.write(rows)
+
+
+def first_weights(modules: dict[str, nn.Module], url: str) -> None:
+    """Give modules, by their path in the run, the weights of another run's newest checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit; every difference is named.
+    """
+    found = Checkpoints(url).newest()
+    if found is None:
+        raise CheckpointError(f"init_from={url!r} holds no checkpoint")
+    saved = {f"run.{name}": part for name, part in found[1].run.items()}
+    pairs = [(path, live, saved[path]) for path, live in modules.items() if path in saved]
+    lacking = [d for path, live, part in pairs for d in weight_differences(live, part, path)]
+    if lacking or not pairs:
+        lines = lacking or [f"it has none of {', '.join(modules)}"]
+        raise CheckpointError("\n  - ".join([f"init_from={url!r} does not fit:", *lines]))
+    for _, live, part in pairs:
+        restore_weights(live, part)
+    log.info("first weights from %s at %s", found[0].id, url)
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -20,9 +21,10 @@ from statetrain.loop import Loop
 from statetrain.persist.checkpoint import Checkpoints
 from statetrain.persist.randomness import seed_everything
 from statetrain.run import Limits, Run
-from statetrain.session import Session
+from statetrain.session import Session, first_weights
 from statetrain.supervised.evaluation import KINDS, EvaluationRun, evaluation
 from statetrain.supervised.loop import supervised
+from statetrain.supervised.module import Module
 
 __all__ = ["Trainer"]
 
@@ -77,7 +79,8 @@ class Trainer:
         progress: bool | None = None,
     ) -> None:
         if loop is not None and not isinstance(loop, Loop):
-            raise LoopError(f"Trainer was given {loop!r}: its first argument is a st.Loop")
+            hint = ": call it, as st.supervised()" if callable(loop) else ""
+            raise LoopError(f"Trainer was given {loop!r}: its first argument is a st.Loop{hint}")
         for name, value in (
             ("max_epochs", max_epochs), ("min_epochs", min_epochs), ("max_steps", max_steps)
         ):  # fmt: skip
@@ -245,7 +248,7 @@ class Trainer:
 
     def _begin(self, loop: Loop, arguments: tuple[Any, ...], **settings: Any) -> Run:
         if loop.begin is not None:
-            run: Run = loop.begin(loop.options, *arguments, **settings)
+            run = self._begun(loop.begin, loop.options, *arguments, **settings)
         elif len(arguments) == 1 and isinstance(arguments[0], Run):
             run = arguments[0]
         else:
@@ -255,6 +258,16 @@ class Trainer:
             )
         run.limits, run.trainer = self.limits, self
         return run
+
+    def _begun(self, begin: Callable[..., Run], *arguments: Any, **settings: Any) -> Run:
+        try:
+            inspect.signature(begin).bind(*arguments, **settings)
+        except TypeError as error:
+            raise TrainingError(
+                f"{error}: it is called with (module, loader, ...), as fit(module, train_loader, "
+                "val_loader)"
+            ) from None
+        return begin(*arguments, **settings)
 
     def _drive(self, session: Session) -> None:
         if self._session is not None:
@@ -273,6 +286,8 @@ class Trainer:
         self, kind: str, module: Any, loader: Any, limit: int | float | None, to: Any
     ) -> EvaluationRun:
         callbacks = self._evaluations[kind]
+        if self.init_from is not None and isinstance(module, Module):
+            first_weights({"run.module": module}, self.init_from)
         run = self._begin(callbacks.loop, (module, loader), limit_batches=limit, to=to)
         assert isinstance(run, EvaluationRun)  # noqa: S101 - evaluation() begins no other
         here = self.checkpoints

@@ -380,3 +380,15 @@ def test_exact_true_refuses_even_without_checkpoints() -> None:
     workers = DataLoader(programs.Points(4, 1), num_workers=2)
     with pytest.raises(st.DataError, match="num_workers=2"):
         st.Trainer(max_epochs=1, exact=True).fit(Line(), workers)
+
+
+def test_evaluation_takes_first_weights_too(tmp_path: Path) -> None:
+    trained = fit(tmp_path / "run", max_epochs=2).module
+    expected = st.Trainer(seed=3).validate(trained, data())
+    torch.manual_seed(9)
+    assert st.Trainer(seed=3).validate(Line(), data()) != expected
+    torch.manual_seed(9)
+    trainer = st.Trainer(seed=3, init_from=tmp_path / "run")
+    assert trainer.validate(Line(), data()) == expected
+    with pytest.raises(st.CheckpointError, match="holds no checkpoint"):
+        st.Trainer(init_from=tmp_path / "nothing").predict(Line(), data())

@@ -509,3 +509,66 @@ def test_a_loop_of_ones_own_takes_a_run() -> None:
     assert run.state == "end"
     with pytest.raises(st.TrainingError, match=r"fit\(run\)"):
         st.Trainer(loop).fit(Line(), BATCHES)
+
+
+# What a newcomer gets wrong, or would like to know.
+
+
+def test_on_without_a_name_is_an_error() -> None:
+    def callback(run: Any) -> None: ...
+
+    with pytest.raises(st.CallbackError, match=r'as @trainer\.on\("step"\)'):
+        st.Trainer(max_epochs=1).on(callback)  # type: ignore[arg-type]
+
+
+def test_fit_with_too_few_arguments_says_what_it_takes() -> None:
+    with pytest.raises(st.TrainingError, match=r"fit\(module, train_loader, val_loader\)"):
+        st.Trainer(max_epochs=1).fit(Line())
+
+
+def test_state_outside_a_function_is_warned_about(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = 0
+
+    def counting(run: Any) -> None:
+        nonlocal bad
+        bad += 1
+
+    def looking(run: Any) -> int:
+        return bad
+
+    job = trainer(url, progress=False)
+    job.on("step")(counting)
+    job.on("step")(looking)
+    with caplog.at_level(logging.WARNING, "statetrain"):
+        job.fit(Line(), BATCHES)
+    warned = [r.message for r in caplog.records if "keep it in a callback object" in r.message]
+    assert len(warned) == 1
+    assert "counting' sets 'bad' outside itself" in warned[0]
+
+
+def test_a_module_in_eval_mode_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "statetrain"):
+        trainer(None).fit(Line().eval(), BATCHES)
+    assert "call module.train() first" in caplog.text
+
+
+def test_a_resumed_and_a_complete_run_say_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job = trainer(url)
+    job.on("backward", at=3)(lambda run: run.stop())
+    job.fit(Line(), BATCHES)
+    assert "going on" not in capsys.readouterr().err
+    trainer(url).fit(Line(), BATCHES)
+    assert "going on from state 'backward', epoch 0, step 2" in capsys.readouterr().err
+    trainer(url).fit(Line(), BATCHES)
+    said = capsys.readouterr().err
+    assert "complete at epoch 1, step 8: nothing to do (a higher limit would go on)" in said
+
+
+def test_another_seed_on_resume_is_reported(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    saved_run(url)
+    with caplog.at_level(logging.WARNING, "statetrain"):
+        run = trainer(url, seed=2).fit(Line(), BATCHES)
+    assert "run seed: 1 in the checkpoint, 2 here (the checkpoint's is used)" in caplog.text
+    assert run.seed == 1

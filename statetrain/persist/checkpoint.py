@@ -221,7 +221,8 @@ def _guard_name(guard: Any) -> str | None:
 
 def _intervals(every: Any) -> tuple[float | None, int | None, int | None]:
     seconds, steps, epochs = None, None, None
-    for item in () if every is None else (every,) if isinstance(every, str) else every:
+    several = isinstance(every, (list, tuple, set, frozenset))
+    for item in () if every is None else every if several else (every,):
         match = EVERY.fullmatch(item.strip()) if isinstance(item, str) else None
         amount = float(match[1]) if match else 0
         whole = match is not None and (match[2].startswith("min") or amount == int(amount))

@@ -44,7 +44,8 @@ def capture(run: Run) -> dict[str, Any]:
         if name not in kinds and not isinstance(value, partial):  # transitions' triggers are
             raise CheckpointError(
                 f"run.{name} is not a declared field, so no checkpoint would hold it: "
-                f"write `{name}: ...` in the dataclass {type(run).__name__}"
+                f"declare it in the run's dataclass {type(run).__name__} if that is yours, else "
+                "keep it in the module or in a callback object"
             )
     seen: dict[int, str] = {}
     tree = {

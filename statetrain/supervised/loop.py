@@ -6,6 +6,7 @@ knows no files and no `transitions`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -32,6 +33,8 @@ from statetrain.supervised.passes import (
     thaw,
 )
 from statetrain.supervised.setup import Options, check_module, overfit, overrides, set_limits
+
+log = logging.getLogger("statetrain")
 
 __all__ = ["SupervisedRun", "Window", "supervised"]
 
@@ -103,6 +106,8 @@ class SupervisedRun(Run):
             raise TrainingError(
                 "training has no end: give Trainer(max_epochs=...), max_steps or max_time"
             )
+        if not module.training:
+            log.warning("the module is in eval mode, and is trained so: call module.train() first?")
         self.optimizers, self.schedulers = configured(module.configure_optimizers())
         self.windows = [Window() for _ in self.optimizers]
         check_module(self)

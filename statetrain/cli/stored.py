@@ -1,0 +1,215 @@
+"""The checkpoints at a place, looked at without the program that made them.
+
+It knows no classes but the format's own, reads no tensor data, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from statetrain.errors import CheckpointError
+from statetrain.loop import nearest
+from statetrain.persist import container
+from statetrain.persist.codec import DamagedError
+from statetrain.persist.container import Index
+from statetrain.persist.record import Record, order_of
+from statetrain.persist.remote import files_at
+from statetrain.persist.store import Store
+
+__all__ = ["Found", "Place", "Stored", "split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A checkpoint in a listing: its record, or None and what is wrong with it."""
+
+    id: str
+    record: Record | None
+    damage: str | None = None
+    pinned: bool = False
+
+    @property
+    def step(self) -> int:
+        """The optimizer step, which the id holds too."""
+        return int(self.id.split("-")[2][1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint that was asked for, its index, and its place among all, 0 for the newest."""
+
+    stored: Stored
+    record: Record
+    index: Index
+    number: int
+
+
+class Place:
+    """What is at `url`, listed once.
+
+    Raises:
+        CheckpointError: there is no such place, or it cannot be read.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._store = Store(url)
+        self._files = files_at(url)
+        self._check_folder()
+        with self._explained():
+            self.all = self._listed()
+
+    def index(self, record: Record) -> Index:
+        """Return what the checkpoint holds, verified but for its tensors' data.
+
+        Raises:
+            DamagedError: its segment is missing, cut off, or damaged outside the data.
+        """
+        with self._explained(), self._store.open(record) as file:
+            return container.read_index(file)
+
+    def looked_at(self) -> Iterator[tuple[Stored, Index | None]]:
+        """Yield each checkpoint, newest first, with its index; None where something is damaged."""
+        for stored in self.all:
+            if stored.record is None:
+                yield stored, None
+                continue
+            try:
+                index = self.index(stored.record)
+            except DamagedError as error:
+                if self._has(stored.id):  # else it was pruned while this looked
+                    yield _damaged(stored, error), None
+            else:
+                yield stored, index
+
+    def find(self, wanted: str | None) -> tuple[Found, list[Stored]]:
+        """Return the checkpoint that is `wanted`, and the damaged ones that were passed over.
+
+        `wanted` is the beginning of an id, or `step=N` for the newest of that step; None is the
+        newest that is whole, where a run would go on.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged, or several begin so.
+        """
+        if not self.all:
+            raise CheckpointError(self.nothing())
+        chosen = self._chosen(wanted)
+        passed: list[Stored] = []
+        for stored, index in self.looked_at():
+            if stored.id not in chosen:
+                continue
+            if index is not None and stored.record is not None:
+                number = [each.id for each in self.all].index(stored.id)
+                found = Found(stored=stored, record=stored.record, index=index, number=number)
+                return found, passed
+            passed.append(stored)
+        raise CheckpointError(
+            "; ".join(f"checkpoint {each.id} is damaged: {each.damage}" for each in passed)
+            + f": see `statetrain ls {self.url}` for others"
+        )
+
+    def nothing(self) -> str:
+        """Say that no checkpoint is here, and where there are some instead."""
+        return f"no checkpoints at {self.url!r}{self._instead() or ': nothing was saved there yet'}"
+
+    def _chosen(self, wanted: str | None) -> set[str]:
+        ids = [stored.id for stored in self.all]
+        if wanted is None:
+            return set(ids)
+        if wanted.startswith("step="):
+            return self._of_step(wanted.removeprefix("step="))
+        chosen = [key for key in ids if key.startswith(wanted)]
+        if not chosen:
+            raise CheckpointError(f"no checkpoint {wanted!r} at {self.url}{nearest(wanted, ids)}")
+        if len(chosen) > 1:
+            raise CheckpointError(
+                f"{len(chosen)} checkpoints begin with {wanted!r}: write more of one of "
+                f"{', '.join(chosen)}"
+            )
+        return {*chosen}
+
+    def _of_step(self, step: str) -> set[str]:
+        if not step.isdecimal():
+            raise CheckpointError(f"step={step!r} is no step: write a number, as in @step=120")
+        chosen = {stored.id for stored in self.all if stored.step == int(step)}
+        if not chosen:
+            steps = sorted({stored.step for stored in self.all}, key=lambda n: abs(n - int(step)))
+            raise CheckpointError(
+                f"no checkpoint of step {step} at {self.url}: the nearest is of step {steps[0]}"
+            )
+        return chosen
+
+    def _listed(self) -> list[Stored]:
+        names, pins = self._files.names("commits"), {*self._files.names("keep")}
+        records = {record.id: record for record in self._store.records()}
+        ids = {name.removesuffix(".stc") for name in names if name.endswith(".stc")} | {*records}
+        orders = {key: order for key in ids if (order := order_of(key)) is not None}
+        found = []
+        for key in sorted(orders, key=lambda key: orders[key], reverse=True):
+            stored = Stored(id=key, record=records.get(key), pinned=key in pins)
+            if stored.record is None:
+                with contextlib.suppress(FileNotFoundError):  # pruned while this looked
+                    found.append(_damaged(stored, self._record_error(key)))
+            else:
+                found.append(stored)
+        return found
+
+    def _record_error(self, key: str) -> Exception:
+        try:
+            record = Record.from_bytes(self._files.get(f"commits/{key}.stc"))
+        except DamagedError as error:
+            return error
+        return DamagedError(f"its commit record is that of {record.id}")
+
+    def _has(self, key: str) -> bool:
+        with self._explained():
+            return f"{key}.stc" in self._files.names("commits")
+
+    def _check_folder(self) -> None:
+        folder = self._store.folder
+        if folder is None or os.path.isdir(folder):
+            return
+        if os.path.exists(folder):
+            raise CheckpointError(f"{self.url!r} is a file: give the folder of the checkpoints")
+        parent, name = os.path.split(folder)
+        hint = nearest(name, os.listdir(parent)) if os.path.isdir(parent) else ""
+        instead = hint if "did you mean" in hint else ": give what the run has as checkpoints="
+        raise CheckpointError(f"no folder {self.url!r}{instead}")
+
+    def _instead(self) -> str:
+        folder = self._store.folder
+        if folder is None:
+            return ""
+        inner = [
+            os.path.join(self.url, entry.name)
+            for entry in os.scandir(folder)
+            if os.path.isdir(os.path.join(entry.path, "commits"))
+        ]
+        return f": there are some in {', '.join(sorted(inner))}" if inner else ""
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {self.url}: {error}; check the URL and its permissions"
+            ) from error
+
+
+def split(text: str) -> tuple[str, str | None]:
+    """Return the URL and the checkpoint that `URL@ID` names; None where no ID is written.
+
+    An @ in a folder's name or in a URL's host is part of the URL.
+    """
+    url, _, wanted = text.rpartition("@")
+    if not url or "/" in wanted or os.path.isdir(text):
+        return text, None
+    return url, wanted
+
+
+def _damaged(stored: Stored, error: Exception) -> Stored:
+    return Stored(id=stored.id, record=None, damage=str(error), pinned=stored.pinned)
