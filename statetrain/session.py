@@ -94,7 +94,8 @@ class Session:
                 opened.callback(logger.close)
             opened.callback(self._flush)
             if self.progress is not None:
-                self.progress.stream.write(f"{self._summary()}\n")
+                if found is None:
+                    self.progress.stream.write(f"{self._summary()}\n")
                 opened.callback(self.callbacks.detach, self.progress.attach(self.callbacks))
             if found is None:
                 self._start()
