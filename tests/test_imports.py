@@ -68,6 +68,14 @@ ORDER = (
     "cli",
     "cli.target",
     "cli.draw",
+    "cli.text",
+    "cli.tree",
+    "cli.facts",
+    "cli.stored",
+    "cli.ls",
+    "cli.show",
+    "cli.child",
+    "cli.run",
     "cli.main",
 )
 

@@ -86,19 +86,17 @@ def _entry(stored: Stored, index: Index | None) -> dict[str, Any]:
 
 def _row(stored: Stored, index: Index | None, now: float) -> tuple[str, ...]:
     record = stored.record
-    notes = "pinned" if stored.pinned else ""
-    if record is None:
-        damage = f"damaged: {printable(' '.join(str(stored.damage).split()))}"
-        notes = f"{notes}, {damage}" if notes else damage
-        return (stored.id, str(stored.step), "-", "-", "-", "-", "-", notes)
+    notes = ["pinned"] if stored.pinned else []
+    if stored.damage is not None:
+        notes.append(f"damaged: {printable(' '.join(stored.damage.split()))}")
     epoch = None if index is None else counter(index, "epoch")
     return (
         stored.id,
         str(stored.step),
         "-" if epoch is None else str(epoch),
-        printable(record.state),
-        size(record.nbytes),
-        age(now - record.created),
-        printable(record.run_id[:8]),
-        notes,
+        "-" if record is None else printable(record.state),
+        "-" if record is None else size(record.nbytes),
+        "-" if record is None else age(now - record.created),
+        "-" if record is None else printable(record.run_id[:8]),
+        ", ".join(notes),
     )

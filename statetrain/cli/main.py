@@ -7,23 +7,24 @@ import sys
 from collections.abc import Sequence
 
 import statetrain
-from statetrain.cli import draw
+from statetrain.cli import draw, ls, run, show
 from statetrain.errors import StatetrainError
 
 __all__ = ["main"]
 
-COMMANDS = (draw,)  # each has add(commands), and its parser's default `command` is what runs
+# each has add(commands); its parser's default `command` is what runs, and may return an exit code
+COMMANDS = (draw, ls, run, show)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default the process's own, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        options.command(options)
+        code: int | None = options.command(options)
     except StatetrainError as error:
         print(f"statetrain: {_one_line(error)}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def _parser() -> argparse.ArgumentParser:

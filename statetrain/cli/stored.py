@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from statetrain.errors import CheckpointError
 from statetrain.loop import nearest
@@ -24,7 +24,7 @@ __all__ = ["Found", "Place", "Stored", "split"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A checkpoint in a listing: its record, or None and what is wrong with it."""
+    """A checkpoint in a listing: its record, None if that is damaged, and what is wrong with it."""
 
     id: str
     record: Record | None
@@ -212,4 +212,4 @@ def split(text: str) -> tuple[str, str | None]:
 
 
 def _damaged(stored: Stored, error: Exception) -> Stored:
-    return Stored(id=stored.id, record=None, damage=str(error), pinned=stored.pinned)
+    return replace(stored, damage=str(error))

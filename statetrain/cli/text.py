@@ -51,7 +51,7 @@ def age(seconds: float) -> str:
     """Return a time as the largest unit that it fills, without a space: `2h`."""
     for unit, length in AGES:
         if seconds >= length:
-            return f"{int(seconds // length)}{unit}"
+            return f"{seconds // length:.0f}{unit}"
     return "0s"  # also where the clock of the machine that saved is ahead of this one's
 
 
