@@ -14,6 +14,7 @@ __all__ = ["Child"]
 
 PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 TYPED = ("SIGINT", "SIGQUIT")  # what a terminal sends to every process in its foreground
+LOOK_UP = 0.5  # seconds
 
 
 class Child:
@@ -49,7 +50,7 @@ class Child:
             self._process = process
             while self._waiting:  # what came while it was being started
                 process.send_signal(self._waiting.pop(0))
-            code = process.wait()
+            code = _ended(process)
             self._process = None
         return code if code >= 0 else 128 - code
 
@@ -62,6 +63,19 @@ class Child:
             self._waiting.append(received)
         else:
             self._process.send_signal(received)  # it does nothing once the process is over
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end, and let handlers run: only the main thread runs them.
+
+    Where two signals come at once, the system may hand the second to another thread, which does
+    not wake this one: so it looks up once in a while.
+    """
+    waiter = threading.Thread(target=process.wait, daemon=True)
+    waiter.start()
+    while waiter.is_alive():
+        waiter.join(LOOK_UP)
+    return process.wait()
 
 
 def _in_foreground() -> bool:
