@@ -286,6 +286,7 @@ class Session:
         state = self.loop.state(run.state)
         if state.final and not self._goes_on():
             limit = "run.finish() ended it" if run.finishing else "a higher limit would go on"
+            randomness.restore(saved.random)
             self._say(f"complete at epoch {run.epoch}, step {run.step}: nothing to do ({limit})")
             return
         self._say(f"going on from state {run.state!r}, epoch {run.epoch}, step {run.step}")

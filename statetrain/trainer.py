@@ -286,7 +286,8 @@ class Trainer:
         self, kind: str, module: Any, loader: Any, limit: int | float | None, to: Any
     ) -> EvaluationRun:
         callbacks = self._evaluations[kind]
-        if self.init_from is not None and isinstance(module, Module):
+        strange = isinstance(module, Module) and module.trainer is not self
+        if self.init_from is not None and strange:  # not what this trainer has trained
             first_weights({"run.module": module}, self.init_from)
         run = self._begin(callbacks.loop, (module, loader), limit_batches=limit, to=to)
         assert isinstance(run, EvaluationRun)  # noqa: S101 - evaluation() begins no other

@@ -392,3 +392,8 @@ def test_evaluation_takes_first_weights_too(tmp_path: Path) -> None:
     assert trainer.validate(Line(), data()) == expected
     with pytest.raises(st.CheckpointError, match="holds no checkpoint"):
         st.Trainer(init_from=tmp_path / "nothing").predict(Line(), data())
+    trainer = st.Trainer(seed=3, max_epochs=1, init_from=tmp_path / "run")
+    further = trainer.fit(Line(), data(8)).module
+    weights = further.net[0].weight.detach().clone()
+    trainer.validate(further, data())
+    assert torch.equal(weights, further.net[0].weight), "what was trained since is kept"

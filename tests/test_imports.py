@@ -74,8 +74,6 @@ ORDER = (
     "cli.stored",
     "cli.ls",
     "cli.show",
-    "cli.child",
-    "cli.run",
     "cli.main",
 )
 

@@ -162,9 +162,10 @@ class Rehearsal:
         randomness.restore(before["random"])
         _set_volatile(modules, before["modules"])
         _set_streams(run, before["streams"])
+        flush, run.flush = run.flush, None
         run.rows = []
         action(run)
-        run.rows, run.metrics = rows, metrics
+        run.rows, run.metrics, run.flush = rows, metrics, flush
         _set_volatile(modules, after)
         _set_streams(run, streams)
 
