@@ -255,6 +255,17 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
     assert done.returncode in (-signal.SIGINT, 130, 1)
 
 
+def test_a_second_ctrl_c_interrupts_at_once_after_a_sigterm_too(tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)
+    assert "KeyboardInterrupt" in run_script(tmp_path / "run", "step", *numbers).stderr
+
+
+def test_one_loader_for_training_and_validation_is_refused() -> None:
+    loader = st.resumable(BATCHES)
+    with pytest.raises(st.DataError, match=r"give each an st\.resumable"):
+        trainer(None).fit(Line(), loader, loader)
+
+
 def test_a_signal_in_forward_is_honoured_in_the_next_state(tmp_path: Path) -> None:
     assert run_script(tmp_path / "run", "forward", signal.SIGTERM).returncode == 75
     assert newest(tmp_path / "run").run["state"] == "backward"
@@ -484,6 +495,7 @@ def test_a_damaged_newest_checkpoint_falls_back_loudly(
         ({"checkpoints": {"url": "memory://x", "every": "ten minutes"}}, 'write "10 min"'),
         ({"checkpoints": {"url": "memory://x", "keep": 0}}, "keep=0"),
         ({"checkpoints": {"url": "memory://x", "at": "bakward"}}, "did you mean 'backward'"),
+        ({"checkpoints": {"url": "memory://x", "signals": ["SIGKILL"]}}, "no process can catch"),
         ({"checkpoints": {"url": "memory://x", "signals": ["SIGTREM"]}}, "did you mean 'SIGTERM'"),
     ],
 )

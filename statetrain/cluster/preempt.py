@@ -26,6 +26,7 @@ class Signals:
     def __init__(self, watched: Iterable[signal.Signals]) -> None:
         self.watched = tuple(watched)
         self.received: signal.Signals | None = None
+        self._interrupts = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -43,8 +44,10 @@ class Signals:
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received == signal.SIGINT:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(number)
         before = self._before.get(signal.Signals(number))

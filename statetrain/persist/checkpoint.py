@@ -150,7 +150,10 @@ class Checkpoints:
         )
         self._saved_at, self._saved_step = self._clock(), run.step
         self._saved_epochs = self._ended
-        self.store.prune(self.keep)
+        try:
+            self.store.prune(self.keep)
+        except CheckpointError as error:  # the save is made: training goes on
+            log.warning("%s; older checkpoints stay", error)
         log.info("saved %s in state %r at %s", record.id, state, self.url)
         return record
 
@@ -240,4 +243,6 @@ def _intervals(every: Any) -> tuple[float | None, int | None, int | None]:
 def _signal(name: str) -> signal.Signals:
     if name not in signal.Signals.__members__:
         raise CheckpointError(f"signals has {name!r}{nearest(name, signal.Signals.__members__)}")
+    if name in ("SIGKILL", "SIGSTOP"):
+        raise CheckpointError(f"signals has {name!r}, which no process can catch: leave it out")
     return signal.Signals[name]

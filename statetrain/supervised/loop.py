@@ -121,6 +121,10 @@ class SupervisedRun(Run):
         set_limits(self)
         self._watch_steps()
 
+    def resumed(self) -> None:
+        """Put the batch in hand, read on the CPU, where the module is."""
+        self.batch = moved(self.batch, self.device)
+
     def _watch_steps(self) -> None:
         """Notice the steps that an overridden `optimizer_step` makes, or does not make."""
         if not overrides(self.module, "optimizer_step"):
@@ -481,6 +485,11 @@ def _begin(
         val_loader=None if val_loader is None else resumable(val_loader),
         options=Options(**options),
     )
+    if run.val_loader is run.train_loader:
+        raise DataError(
+            "the validation loader is the training loader itself, and would move its position: "
+            "give each an st.resumable(...) of its own"
+        )
     if run.train_loader.length == 0:
         raise DataError("the training loader is empty: check the dataset, batch_size and drop_last")
     return run
