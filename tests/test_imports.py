@@ -68,6 +68,8 @@ ORDER = (
     "cli",
     "cli.target",
     "cli.draw",
+    "cli.child",
+    "cli.run",
     "cli.text",
     "cli.tree",
     "cli.facts",
