@@ -13,7 +13,7 @@ nox.options.sessions = ["tests"]
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 
-PYTHON_FILES = ("statetrain", "tests", "examples", "noxfile.py")
+PYTHON_FILES = ("statetrain", "tests", "examples", "bench", "noxfile.py")
 
 
 def install(session: nox.Session, extra: str) -> None:
@@ -57,3 +57,18 @@ def slow(session: nox.Session) -> None:
     install(session, "test")
     nothing_to_run = 5  # pytest's exit code when no test is marked slow
     session.run("pytest", "-m", "slow", *session.posargs, success_codes=[0, nothing_to_run])
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure speed and memory beside plain loops and other trainers; `-- --quick` for a trial.
+
+    A whole run takes half an hour of a quiet machine; then `docs/performance.md` has its figures.
+    """
+    install(session, "bench")
+    folder = session.create_tmp()
+    for name in ("overhead", "fetch", "resume", "memory", "realistic"):
+        figures = f"{folder}/{name}.json"
+        session.run("python", f"bench/{name}.py", "--json", figures, *session.posargs)
+    if not session.posargs:
+        session.run("python", "bench/report.py", folder)

@@ -257,6 +257,15 @@ class Callbacks:
             *(f"callback {name!r} has no saved state" for name in here - saved),
         ]
 
+    def recounted(self, state: Mapping[str, Any]) -> list[str]:
+        """Say whose visits are counted from 0 here, and whose saved counts nobody takes up."""
+        saved = {key for key, (visits, _) in state["counters"].items() if visits}
+        here = {c.key for c in self._all if c.point.filtered}
+        gone = [f"{key!r} is only in the checkpoint" for key in sorted(saved - here)]
+        new = [f"{key!r} is counted from 0" for key in sorted(here - set(state["counters"]))]
+        advice = "; name=... keeps a counter when a function is renamed" if gone and new else ""
+        return [f"counter of callback {'; '.join([*gone, *new])}{advice}"] if gone or new else []
+
     def _check_point(self, where: Point) -> None:
         states = self.loop.names
         edges = [edge.name for edge in self.loop.transitions]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from statetrain.cluster.determinism import indeterminate
 from statetrain.data.loader import Loader
 from statetrain.persist import snapshot
@@ -34,11 +37,21 @@ class Exactness:
 
 
 def exactness_of(run: Run) -> Exactness:
-    """Look at a run's loaders and device."""
+    """Look at a run's loaders and devices."""
     lost = [
         f"{path.removeprefix('run.')}: {problem}"
         for path, loader in snapshot.live_parts(run)
         if isinstance(loader, Loader)
         for problem in loader.problems()
     ]
-    return Exactness(lost=tuple(lost), numeric=tuple(indeterminate(getattr(run, "device", None))))
+    numeric = [line for device in _devices(run) for line in indeterminate(device)]
+    return Exactness(lost=tuple(lost), numeric=tuple(dict.fromkeys(numeric)))
+
+
+def _devices(run: Run) -> list[torch.device]:
+    """Return where the run's modules are, also before `ready` has found that out."""
+    found = {getattr(run, "device", None): None}
+    for _, live in snapshot.live_parts(run):
+        if isinstance(live, nn.Module):
+            found.update(dict.fromkeys(t.device for t in (*live.parameters(), *live.buffers())))
+    return [device for device in found if isinstance(device, torch.device)]

@@ -1,4 +1,4 @@
-"""A loop being driven: a `transitions.Machine` whose walk is compiled into flat tuples.
+"""A loop being driven: a `transitions.Machine` whose walk is compiled into plain calls.
 
 It is the only file that imports `transitions`. Everything the documentation of `transitions` shows
 works on it, and iterating over it leaves the same trace as calling its triggers. It knows nothing
@@ -7,9 +7,10 @@ of torch, files or ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import transitions
 from transitions.core import Condition, EventData
@@ -17,6 +18,7 @@ from transitions.core import Condition, EventData
 from statetrain.callbacks import Callback, Callbacks
 from statetrain.errors import LoopError
 from statetrain.loop import Action, Guard, Loop, nearest
+from statetrain.walk import Call, Edge, Spent, Walk
 
 __all__ = ["Machine"]
 
@@ -41,28 +43,21 @@ STATE = (transitions.State, "enter", "exit")
 Work: TypeAlias = Callable[..., Any]
 
 
-class Edge(NamedTuple):
-    """A compiled transition: what must be true, and what runs before and after the state moves."""
-
-    guards: tuple[Work, ...]
-    leaving: tuple[Work, ...]
-    dest: Any
-    arriving: tuple[Work, ...]
-
-
 class Machine(transitions.Machine):
     """Drive a loop. The signature, triggers and attributes are those of `transitions.Machine`.
 
     `Machine.of(loop, run)` builds one from a loop: its trigger is `advance`, its model is the run.
     Iterating over it walks to a final state and yields the name of each state whose work is done.
     The walk is compiled when it starts, and again whenever the machine changes; a change made in
-    the middle of a transition counts from the next one. Where a whole list of a state or a
-    transition is replaced (`state.on_enter = [...]`) rather than changed, call `refresh()`. With
+    the middle of a transition counts from the next one. Where an attribute of a state or a
+    transition is replaced (`state.on_enter = [...]`, `state.final = True`), call `refresh()`. With
     `send_event`, `queued` or machine-wide callbacks `transitions`' own triggers walk.
     """
 
-    _table: dict[Any, tuple[Edge, ...]] | None = None
+    _walk: Walk | None = None
     _course: _Course | None = None
+    spent: dict[Any, Spent] | None = None
+    """Visits and time of each state, counted where `clock()` asked for it."""
 
     @classmethod
     def of(cls, loop: Loop, run: Any, callbacks: Callbacks | None = None) -> Machine:
@@ -102,9 +97,17 @@ class Machine(transitions.Machine):
 
     def refresh(self) -> None:
         """Take in the callbacks attached since; what was added in other ways stays behind them."""
-        self._table = None
+        self._forget()
         if self._course is not None:
             self._course.lay()
+
+    def clock(self) -> dict[Any, Spent]:
+        """Count the visits of each state and the time spent there, from here on, in `spent`.
+
+        Two reads of the clock a state. What `transitions`' own triggers walk is not counted.
+        """
+        self.spent = {state.value: Spent() for state in self.states.values()}
+        return self.spent
 
     def rehearse(self, name: str, work: Action) -> None:
         """Do `work(run)` immediately before the action of the state `name`, at each visit."""
@@ -117,8 +120,14 @@ class Machine(transitions.Machine):
         if self._course is not None and not self._course.entered:
             self._course.entered = True
             initial = self.get_state(self._course.loop.initial)
-            for work in (*self._course.opening(), *map(self._resolved, initial.on_enter)):
-                self._do(work)
+            for work in self._course.opening():
+                work()
+            spent = Spent() if self.spent is None else self.spent[initial.value]
+            began = time.perf_counter_ns()
+            for work in tuple(map(self._callable, initial.on_enter)):  # it may grow meanwhile
+                work()
+            spent.nanoseconds += time.perf_counter_ns() - began
+            spent.visits += 1
 
     def __iter__(self) -> Iterator[str]:
         """Walk to a final state, yielding the name of each state whose work is done.
@@ -126,59 +135,59 @@ class Machine(transitions.Machine):
         Raises:
             LoopError: no transition out of the state is open.
         """
+        return self.walk()
+
+    def walk(self, wanted: Callable[[Any], object] = id) -> Iterator[str]:
+        """Walk to a final state, yielding the name of each state where `wanted(run)` is true.
+
+        Others may be yielded too. By default it is true in each: no `id` is zero.
+
+        Raises:
+            LoopError: no transition out of the state is open.
+        """
         run, attribute = self._only_model(), self.model_attribute
         if self._course is not None and not self._course.entered:
             self.start()
-            yield self.get_model_state(run).name
-        while not self.get_model_state(run).final:
-            source = getattr(run, attribute)
-            table = self._table if self._table is not None else self._compile()
-            if source in table:
-                moved = self._take(table[source], run, attribute)
-            elif TRIGGER in self.events:
-                moved = self.events[TRIGGER].trigger(run)
-            else:
-                raise LoopError(f"iterating calls the trigger {TRIGGER!r}: add it to a transition")
-            if not moved:
-                raise LoopError(
-                    f"no transition out of state {source!r} is open: "
-                    "let the last one have no guard, or finish"
-                )
-            reached = self.get_model_state(run)
-            if reached.final and self._course is not None:
-                run.came_from = source
-            yield reached.name
-
-    def _take(self, edges: tuple[Edge, ...], run: Any, attribute: str) -> bool:
-        work: Work | None = None
+            if wanted(run):
+                yield self.get_model_state(run).name
+        walk = self._walk or self._compile()
         try:
-            for guards, leaving, dest, arriving in edges:
-                for work in guards:
-                    if not work():
-                        break
-                else:
-                    for work in leaving:
-                        work()
-                    setattr(run, attribute, dest)
-                    for work in arriving:
-                        work()
-                    return True
+            while not self.get_model_state(run).final:
+                walk = self._walk or self._compile()
+                stuck = yield from walk.go(run, wanted)
+                if stuck or getattr(run, attribute) not in walk.compiled:
+                    reached = self._triggered(run, attribute, stuck=stuck)
+                    if reached is not None and wanted(run):
+                        yield reached
         except Exception as error:
-            self._note(error, work)
-            raise
-        return False
-
-    def _do(self, work: Work) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._note(error, work)
+            label = walk.label(error)
+            if label is not None and self._course is not None:
+                _add_note(error, label, self._course.run)
             raise
 
-    def _note(self, error: Exception, work: Work | None) -> None:
-        label = getattr(work, "label", None)
-        if label is not None and self._course is not None:
-            _add_note(error, label, self._course.run)
+    def source(self) -> str:
+        """Return the Python source of the compiled walk; empty where nothing can be compiled."""
+        return (self._walk or self._compile()).source
+
+    def _triggered(self, run: Any, attribute: str, *, stuck: bool) -> str | None:
+        """Let `transitions` take a transition that is not compiled, and return where it leads.
+
+        None is a final state, which needs none.
+        """
+        source = getattr(run, attribute)
+        if self.get_model_state(run).final:
+            return None
+        if not stuck and TRIGGER not in self.events:
+            raise LoopError(f"iterating calls the trigger {TRIGGER!r}: add it to a transition")
+        if stuck or not self.events[TRIGGER].trigger(run):
+            raise LoopError(
+                f"no transition out of state {source!r} is open: "
+                "let the last one have no guard, or finish"
+            )
+        reached = self.get_model_state(run)
+        if reached.final and self._course is not None:
+            run.came_from = source
+        return str(reached.name)
 
     def _only_model(self) -> Any:
         if len(self.models) != 1:
@@ -187,18 +196,21 @@ class Machine(transitions.Machine):
             )
         return self.models[0]
 
-    def _compile(self) -> dict[Any, tuple[Edge, ...]]:
-        """Flatten what `transitions` would interpret; leave out states it must walk itself."""
-        table: dict[Any, tuple[Edge, ...]] = {}
+    def _compile(self) -> Walk:
+        """Write down what `transitions` would interpret; leave out what it must walk itself."""
+        edges: dict[Any, tuple[Edge, ...]] = {}
         event = self.events.get(TRIGGER)
         if event is not None and self._plain() and _unchanged(event, *EVENT):
             for source in list(event.transitions):
                 found = event.transitions[source] = self._watched(event.transitions[source])
                 state = self.states.get(source)
-                if state is not None and found and all(map(self._compilable, found)):
-                    table[state.value] = tuple(self._edge(state, edge) for edge in found)
-        self._table = table
-        return table
+                if state is None or state.final or not found:
+                    continue
+                if all(map(self._compilable, found)):
+                    edges[state.value] = tuple(self._edge(state, edge) for edge in found)
+        names = {state.value: state.name for state in self.states.values()}
+        self._walk = Walk(edges, names, attribute=self.model_attribute, spent=self.spent)
+        return self._walk
 
     def _plain(self) -> bool:
         for name in WIDE:
@@ -221,30 +233,40 @@ class Machine(transitions.Machine):
             (source, "on_exit"), (dest, "on_enter"),
         ):  # fmt: skip
             setattr(owner, name, self._watched(getattr(owner, name)))
-        prepare = (partial(_done, self._resolved(work)) for work in edge.prepare)
+        prepare = (
+            Call(partial(_done, self._callable(work)), given_run=False) for work in edge.prepare
+        )
         checks = (self._guard(condition) for condition in edge.conditions)
         return Edge(
             guards=(*prepare, *checks),
             leaving=tuple(map(self._resolved, (*edge.before, *source.on_exit))),
             dest=dest.value,
-            arriving=tuple(map(self._resolved, (*dest.on_enter, *edge.after))),
+            arriving=(*map(self._resolved, (*dest.on_enter, *edge.after)), *self._end(edge)),
         )
 
-    def _guard(self, condition: Any) -> Work:
-        check = self._resolved(condition.func)
-        if condition.target is True and check is not condition.func and hasattr(check, "label"):
-            return check  # a loop's guard: asked for its truth in any case
-        return partial(_equal, check, condition.target)
+    def _end(self, edge: Any) -> tuple[Call, ...]:
+        def came_from(run: Any) -> None:
+            run.came_from = edge.source
 
-    def _resolved(self, function: Any) -> Work:
-        if isinstance(function, str):
-            return partial(self._call_named, function)
+        ends = self._course is not None and self.states[edge.dest].final
+        return (Call(came_from),) if ends else ()
+
+    def _guard(self, condition: Any) -> Call:
+        call = self._resolved(condition.func)
+        if call.given_run and condition.target is True:
+            return call  # a loop's guard: asked for its truth in any case
+        check = self._callable(condition.func)
+        return Call(partial(_equal, check, condition.target), given_run=False)
+
+    def _resolved(self, function: Any) -> Call:
+        """Return how to call a function in a list of `transitions`; our own is given the run."""
         if isinstance(function, partial) and function.func in (_perform, _truth):
-            action, run, label = function.args
-            bare = partial(action, run)
-            vars(bare)["label"] = label
-            return bare
-        work: Work = function
+            inner, _, label = function.args
+            return Call(inner, label)
+        return Call(self._callable(function), given_run=False)
+
+    def _callable(self, function: Any) -> Work:
+        work: Work = partial(self._call_named, function) if isinstance(function, str) else function
         return work
 
     def _call_named(self, name: str) -> Any:
@@ -257,24 +279,34 @@ class Machine(transitions.Machine):
             watched.machines = (*watched.machines, self)
         return watched
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the compiled walk: it is compiled again where the copy walks."""
+        return {name: value for name, value in vars(self).items() if name != "_walk"}
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name not in ("_table", "_course", vars(self).get("model_attribute")):
-            self._table = None
+        if name not in ("_walk", "_course", vars(self).get("model_attribute")):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Compile again before the next transition."""
+        if self._walk is not None:
+            self._walk.changed.append(self)
+            self._walk = None
 
     def add_states(self, *args: Any, **kwargs: Any) -> None:
         """As `transitions.Machine.add_states`."""
-        self._table = None
+        self._forget()
         super().add_states(*args, **kwargs)
 
     def add_transition(self, *args: Any, **kwargs: Any) -> None:
         """As `transitions.Machine.add_transition`."""
-        self._table = None
+        self._forget()
         super().add_transition(*args, **kwargs)
 
     def remove_transition(self, *args: Any, **kwargs: Any) -> None:
         """As `transitions.Machine.remove_transition`."""
-        self._table = None
+        self._forget()
         super().remove_transition(*args, **kwargs)
 
 
@@ -289,7 +321,7 @@ def _watching(name: str) -> Callable[..., Any]:
 
     def change(self: _Watched, *args: Any, **kwargs: Any) -> Any:
         for machine in self.machines:
-            machine._table = None  # noqa: SLF001 - both are this file's
+            machine._forget()  # noqa: SLF001 - both are this file's
         return mutate(self, *args, **kwargs)
 
     change.__name__ = name

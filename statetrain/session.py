@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from signal import SIGINT
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from statetrain.callbacks import Callbacks
+from statetrain.cluster.determinism import numerics
 from statetrain.cluster.preempt import Signals
 from statetrain.data.loader import Loader
 from statetrain.errors import (
@@ -23,20 +24,33 @@ from statetrain.errors import (
     CheckpointError,
     DataError,
     Preempted,
+    TrainingError,
 )
 from statetrain.exactness import exactness_of
+from statetrain.fitting import (
+    check_fit,
+    first_weights,
+    modules_of,
+    named_loggers,
+    other_bits,
+    other_loggers,
+    other_settings,
+    static_fields,
+)
 from statetrain.loop import Action, Loop
 from statetrain.machine import Machine
 from statetrain.persist import container, randomness, snapshot
 from statetrain.persist.attributes import Attributes, holders
-from statetrain.persist.checkpoint import Checkpoints, Snapshot, changed, graph, misfits, read
+from statetrain.persist.checkpoint import Checkpoints, Snapshot, graph, read
 from statetrain.persist.compare import unequal
-from statetrain.persist.parts import restore_weights, weight_differences
 from statetrain.progress import Progress
 from statetrain.run import Run
 from statetrain.summary import summary
+from statetrain.walk import Spent
 
 __all__ = ["Session"]
+
+REQUESTED = attrgetter("request")  # no function of Python's: it is asked in each state
 
 log = logging.getLogger("statetrain")
 
@@ -44,7 +58,8 @@ log = logging.getLogger("statetrain")
 class Session:
     """Carry one `fit` from the newest checkpoint to the next stop; use it in a `with` block.
 
-    Iterating over it walks from where the run is; a complete run has nothing to walk.
+    Iterating over it walks from where the run is, and yields the states in which there is something
+    to do besides going on; a complete run has nothing to walk.
     """
 
     def __init__(
@@ -59,24 +74,30 @@ class Session:
         fresh: bool = False,
         exact: bool | None = None,
         init_from: str | None = None,
+        source: Checkpoints | None = None,
         passing: bool = False,
         progress: bool | None = False,
+        timed: bool = False,
     ) -> None:
         self.run = run
         self.loop = loop
         self.callbacks = callbacks
-        self.loggers = loggers
+        self.loggers = named_loggers(loggers)
+        self._logging = False  # rows are kept until the loggers have started
         self.checkpoints = checkpoints
         self.seeded = seed is not None
         self.seed = torch.initial_seed() if seed is None else seed
         self.fresh = fresh
         self.init_from = init_from
+        self.source = source  # of a fresh run's state
         self.passing = passing  # a run that is of no use once it is complete
-        self.strict = exact if exact is not None else checkpoints is not None
+        self.exact = exact
         self.leaving = False
         self.progress = None if progress is False else Progress(run, loop, live=progress)
         self.machine: Machine | None = None
-        self.signals = Signals(() if checkpoints is None else checkpoints.signals)
+        self.timed = timed
+        self.spent: dict[str, Spent] = {}
+        self.signals = Signals(() if checkpoints is None else checkpoints.signals, run.stop)
         self.rehearsals: dict[str, snapshot.Rehearsal] = {}
         self._replayed = {state.name for state in loop.states if state.replay}
         self._checked = checkpoints is None
@@ -88,9 +109,12 @@ class Session:
             self.run.request, self.run.flush = None, self._flush
             self._name_loaders()
             self.run.ready()
+            numeric = list(exactness_of(self.run).numeric)
+            self._object(numeric, TrainingError, "the run may end with other bits", strict=False)
             self.attributes = Attributes(self._holders())
+            opened.callback(self.attributes.leave)
             found = self._locked_and_found(opened)
-            for logger in self.loggers:
+            for logger in self.loggers.values():
                 opened.callback(logger.close)
             opened.callback(self._flush)
             if self.progress is not None:
@@ -101,6 +125,8 @@ class Session:
                 self._start()
             else:
                 self._take_up(found)
+            if self.checkpoints is not None and self.machine is not None:
+                self.checkpoints.store.claim()  # a run that was refused has stopped no other
             opened.enter_context(self.signals)
             if self.progress is not None and self.machine is not None:
                 opened.enter_context(self.progress)
@@ -111,8 +137,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         with self._exit:
-            if error is None and not self.leaving and self.machine is not None:
-                self._finish()
+            try:
+                if error is None and not self.leaving and self.machine is not None:
+                    self._finish()
+            finally:
+                if self.checkpoints is not None:
+                    self.checkpoints.close(at_once=isinstance(error, KeyboardInterrupt))
             received = self.signals.received
         if error is None and self.leaving and received is not None and self.checkpoints is not None:
             code = EXIT_INTERRUPTED if received == SIGINT else EXIT_PREEMPTED
@@ -122,56 +152,73 @@ class Session:
             raise Preempted(message, code=code, url=url, state=state)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(()) if self.machine is None else iter(self.machine)
+        if self.machine is None:
+            return
+        if not self._checked:
+            for state in self.machine:
+                yield state
+                if self._checked:
+                    break
+        yield from self.machine.walk(
+            REQUESTED if self.checkpoints is None else self.checkpoints.due
+        )
 
-    def save_if_due(self, state: str) -> None:
-        """Do what was asked for in `state`, now that its work and its callbacks are over."""
+    def served(self, state: str) -> bool:
+        """Do what was asked for in `state`, now that all its work is over; true to leave."""
         run, checkpoints = self.run, self.checkpoints
         if checkpoints is None:
             self.leaving = run.request == "stop"
-            return
+            return self.leaving
         if not self._checked and run.batch is not None:
             self._check_storable()
         if self.signals.received is not None:
             run.stop()
         wanted = run.request
-        due = checkpoints.due(run, state) and checkpoints.chosen(state)
+        if wanted != "stop":  # then the newest state is saved first
+            checkpoints.settle(run)
+        due = checkpoints.due(run) and checkpoints.chosen(state)
         if wanted is None and not due:
-            return
+            return False
         if state in self._replayed and state not in self.rehearsals:
-            return  # in the next state then: this one leaves what cannot be stored
-        self._save(state)
+            return False  # in the next state then: this one leaves what cannot be stored
+        if wanted is None and checkpoints.skips(run):
+            return False
+        self._save(state, last=wanted == "stop")
         self.leaving = wanted == "stop"
+        if self.signals.received is not None and not self.leaving:
+            run.stop()  # the signal came while it was saved
+        return self.leaving
 
-    def _save(self, state: str) -> None:
+    def _save(self, state: str, *, last: bool) -> None:
         assert self.checkpoints is not None  # noqa: S101
         self.run.request = None
-        self.checkpoints.save(self.run, self.snapshot(), state)
+        self.checkpoints.save(self.run, self.snapshot(), state, last=last)
 
     def _finish(self) -> None:
         self.run.request = None
         if self.checkpoints is not None:
             if self.passing:
+                self.checkpoints.close()
                 self.checkpoints.store.clear()
             else:
-                self._save(self.run.state)
+                self._save(self.run.state, last=True)
 
     def snapshot(self) -> Snapshot:
         """Return the run and all that belongs to it; its tensors are those of the run."""
         self._flush()
         run = self.run
-        kinds = snapshot.fields(run)
         rehearsal = self.rehearsals.get(run.state)
         return Snapshot(
             run=snapshot.capture(run),
-            static={n: _plain(getattr(run, n)) for n, kind in kinds.items() if kind == "static"},
+            static=static_fields(run),
             random=randomness.capture(),
             callbacks=self.callbacks.state_dict(),
-            loggers=[logger.state_dict() for logger in self.loggers],
+            loggers={name: logger.state_dict() for name, logger in self.loggers.items()},
             attributes=self.attributes.changed(),
             loop=graph(self.loop),
             options=dict(self.loop.options),
             limits=dataclasses.asdict(run.limits),
+            numerics=numerics(modules_of(run)),
             replay=None if rehearsal is None else rehearsal.taken,
         )
 
@@ -186,17 +233,21 @@ class Session:
         found = list(exactness_of(run).lost)
         self._object(found, DataError, "the run could not go on exactly")
 
-    def _object(self, found: list[str], error: type[Exception], what: str) -> None:
+    def _object(
+        self, found: list[str], error: type[Exception], what: str, *, strict: bool = True
+    ) -> None:
+        """Raise or warn, as `exact` says; by default `strict` raises where checkpoints are on."""
+        if not found or (self.exact is None and self.checkpoints is None):
+            return
         message = "\n  - ".join([f"{what}:", *found])
-        if found and self.strict:
+        if strict if self.exact is None else self.exact:
             raise error(f"{message}\nTrainer(exact=False) makes this a warning")
-        if found and self.checkpoints is not None:
-            log.warning("%s", message)
+        log.warning("%s", message)
 
     def _locked_and_found(self, opened: ExitStack) -> Snapshot | None:
         checkpoints = self.checkpoints
         if checkpoints is None:
-            return None
+            return self._inherited()
         lost = snapshot.orphans(self.run)
         self._object(lost, CheckpointError, "parameters of optimizers are in no module of the run")
         for line in self.callbacks.forgetful:
@@ -205,10 +256,8 @@ class Session:
         checkpoints.store.lock()
         opened.callback(checkpoints.store.unlock)
         found = checkpoints.newest()
-        checkpoints.store.claim()
-        checkpoints.begin(self.run)
         if found is None:
-            return None
+            return self._inherited()
         record, saved = found
         if self.fresh:
             raise CheckpointError(
@@ -218,42 +267,47 @@ class Session:
         self._check_fit(saved, f"checkpoint {record.id} at {checkpoints.url}")
         return saved
 
+    def _inherited(self) -> Snapshot | None:
+        """Return the state of the run that this one goes on from as its child, if there is one."""
+        if self.source is None:
+            return None
+        found = self.source.newest()
+        if found is None:
+            raise CheckpointError(
+                f"resume={self.source.url!r} holds no checkpoint: name the place of the run to go "
+                'on from, or write resume="auto"'
+            )
+        record, saved = found
+        self._check_fit(saved, f"checkpoint {record.id} at {self.source.url}")
+        saved.loggers = {}  # the other run's logs are its own
+        if self.checkpoints is not None:
+            self.checkpoints.store.descend(record)
+        return saved
+
     def _check_storable(self) -> None:
         """Encode everything without writing it: better an error now than when a signal comes."""
         container.check(self.snapshot())
         self._checked = self.run.batch is not None
 
     def _check_fit(self, saved: Snapshot, where: str) -> None:
-        found = misfits(self.loop, self.run, saved)
-        for name, kind in snapshot.fields(self.run).items():
-            if kind == "static":
-                was = {name: saved.static.get(name)}
-                found += changed("run", was, {name: _plain(getattr(self.run, name))})
-        if found:
-            lines = "\n  - ".join([f"{where} does not fit this run:", *found])
-            raise CheckpointError(
-                f"{lines}\ngive the run what it had, or start another at a new URL"
-            )
+        check_fit(self.loop, self.run, saved, where)
         lost = self.callbacks.differences(saved.callbacks)
         self._object(lost, CheckpointError, f"{where} has other callbacks")
-        limits = dataclasses.asdict(self.run.limits)
+        numeric = other_bits(self.loop, self.run, saved)
+        what = f"{where} was made otherwise, and the run may end with other bits"
+        self._object(numeric, CheckpointError, what, strict=False)
         for line in (
-            *changed("option", saved.options, self.loop.options),
-            *changed("limit", saved.limits, limits),
+            *other_settings(self.run, saved, seeded=self.seeded),
+            *self.callbacks.recounted(saved.callbacks),
+            *other_loggers(self.loggers, saved.loggers),
         ):
-            log.warning("%s (this run's is used)", line)
-        seeds = changed("run", {"seed": saved.run["seed"]}, {"seed": self.run.seed})
-        for line in (*_rates(self.run, saved), *(seeds if self.seeded else ())):
-            log.warning("%s (the checkpoint's is used)", line)
+            log.warning("%s", line)
 
     def _start(self) -> None:
         self.callbacks.reset()
         if self.init_from is not None:
-            parts = dict(snapshot.live_parts(self.run))
-            modules = {path: live for path, live in parts.items() if isinstance(live, nn.Module)}
-            first_weights(modules, self.init_from)
-        for logger in self.loggers:
-            logger.start(None)
+            first_weights(modules_of(self.run), self.init_from)
+        self._start_loggers({})
         self.machine = self._armed()
 
     def copy(self) -> Snapshot:
@@ -275,14 +329,11 @@ class Session:
         run = self.run
         snapshot.restore(run, saved.run)
         self.attributes.restore(saved.attributes)
+        run.rows.clear()  # those from before the start: the log has them already
         run.resumed()
+        self.callbacks.reset()
         self.callbacks.load_state_dict(saved.callbacks)
-        for logger, state in zip(self.loggers, saved.loggers, strict=False):
-            logger.start(state)
-        for logger in self.loggers[len(saved.loggers) :]:
-            logger.start(None)
-        if self.checkpoints is not None:
-            self.checkpoints.begin(run)
+        self._start_loggers(saved.loggers)
         state = self.loop.state(run.state)
         if state.final and not self._goes_on():
             limit = "run.finish() ended it" if run.finishing else "a higher limit would go on"
@@ -309,9 +360,7 @@ class Session:
         )
 
     def _holders(self) -> dict[str, Any]:
-        parts = dict(snapshot.live_parts(self.run))
-        modules = {path: live for path, live in parts.items() if isinstance(live, nn.Module)}
-        return holders(modules, self.callbacks.unsaved)
+        return holders(modules_of(self.run), self.callbacks.unsaved)
 
     def _goes_on(self) -> bool:
         """Whether a raised limit opens another way out of the state before the final one."""
@@ -325,7 +374,10 @@ class Session:
 
     def _armed(self) -> Machine:
         machine = Machine.of(self.loop, self.run, self.callbacks)
+        if self.timed:
+            self.spent.update(machine.clock())
         if self.checkpoints is not None:
+            self.checkpoints.begin(self.run)
             for name in self._replayed & self.checkpoints.at:
                 self.rehearsals[name] = snapshot.Rehearsal()
                 machine.rehearse(name, self.rehearsals[name].take)
@@ -343,55 +395,14 @@ class Session:
             self.run, self.loop, self.callbacks, checkpoints=self.checkpoints, notes=notes
         )
 
+    def _start_loggers(self, states: Mapping[str, Any]) -> None:
+        for name, logger in self.loggers.items():
+            logger.start(states.get(name))
+        self._logging = True
+
     def _flush(self) -> None:
+        if not self._logging:
+            return
         rows, self.run.rows = self.run.rows, []
-        for logger in self.loggers:
+        for logger in self.loggers.values():
             logger.write(rows)
-
-
-def first_weights(modules: dict[str, nn.Module], url: str) -> None:
-    """Give modules, by their path in the run, the weights of another run's newest checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or it does not fit; every difference is named.
-    """
-    found = Checkpoints(url).newest()
-    if found is None:
-        raise CheckpointError(f"init_from={url!r} holds no checkpoint")
-    saved = {f"run.{name}": part for name, part in found[1].run.items()}
-    pairs = [(path, live, saved[path]) for path, live in modules.items() if path in saved]
-    lacking = [d for path, live, part in pairs for d in weight_differences(live, part, path)]
-    if lacking or not pairs:
-        lines = lacking or [f"it has none of {', '.join(modules)}"]
-        raise CheckpointError("\n  - ".join([f"init_from={url!r} does not fit:", *lines]))
-    for _, live, part in pairs:
-        restore_weights(live, part)
-    log.info("first weights from %s at %s", found[0].id, url)
-
-
-def _plain(value: Any) -> Any:
-    """Return a static field as it is compared: itself if it can be stored, else its name."""
-    try:
-        container.check(value)
-    except CheckpointError:
-        named = value if hasattr(value, "__qualname__") else type(value)
-        return f"{named.__module__}.{named.__qualname__}"
-    return value
-
-
-def _given(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer's group was built with: the first rate, not the scheduled one."""
-    rest = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "param_names")}
-    return {**rest, "lr": group.get("initial_lr", group["lr"])} if "lr" in group else rest
-
-
-def _rates(run: Run, saved: Snapshot) -> list[str]:
-    """Say where an optimizer was built with other settings than the saved one."""
-    found: list[str] = []
-    for path, live, part in snapshot.pairs(run, saved.run):
-        if isinstance(live, torch.optim.Optimizer):
-            groups = zip(part.state["state"]["param_groups"], live.param_groups, strict=True)
-            for i, (old, new) in enumerate(groups):
-                was, now = _given(old), _given(new)
-                found += changed(f"{path}.param_groups[{i}]", was, now)
-    return found

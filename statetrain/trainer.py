@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from statetrain import diagram
+from statetrain.arguments import (
+    called,
+    check_counts,
+    check_list,
+    check_seed,
+    keywords_checked,
+    place,
+    seconds,
+)
 from statetrain.callbacks import Callbacks, point
 from statetrain.cluster.determinism import make_deterministic
 from statetrain.errors import CheckpointError, LoopError, TrainingError
 from statetrain.exactness import Exactness, exactness_of
+from statetrain.fitting import first_weights
 from statetrain.loggers.csv import CSVLogger
 from statetrain.loop import Loop
 from statetrain.persist.checkpoint import Checkpoints
 from statetrain.persist.randomness import seed_everything
 from statetrain.run import Limits, Run
-from statetrain.session import Session, first_weights
-from statetrain.supervised.evaluation import KINDS, EvaluationRun, evaluation
+from statetrain.session import Session
+from statetrain.supervised.evaluation import KINDS, EvaluationRun, evaluation, weights_digest
 from statetrain.supervised.loop import supervised
 from statetrain.supervised.module import Module
+from statetrain.walk import Spent
 
 __all__ = ["Trainer"]
 
@@ -50,16 +60,20 @@ class Trainer:
         checkpoints: a `Checkpoints`, or its URL. None saves nothing.
         init_from: the URL of another run's checkpoints, whose weights a fresh start begins with.
         resume: `"auto"` goes on from the newest checkpoint, if there is one; `"never"` starts
-            afresh, and refuses a URL that already holds checkpoints.
+            afresh, and refuses a URL that already holds checkpoints. The URL of another run, or a
+            `Checkpoints` of it, lets a run that has none yet go on from there, as a child of that
+            run; nothing is written to that URL, so it may be a read-only one.
         exact: True makes what cannot be resumed exactly an error, False a warning. By default it
             is an error when checkpoints are on.
         progress: None shows a live line on a terminal and a plain line an epoch elsewhere, True the
             live line in any case, False nothing.
+        timed: count the visits of each state and the time spent there, in `trainer.spent`.
 
     Raises:
         StatetrainError: an argument has no meaning; the message says which ones have.
     """
 
+    @keywords_checked
     def __init__(
         self,
         loop: Loop | None = None,
@@ -74,45 +88,34 @@ class Trainer:
         loggers: Sequence[Any] | None = None,
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         init_from: str | os.PathLike[str] | None = None,
-        resume: str = "auto",
+        resume: str | os.PathLike[str] | Checkpoints = "auto",
         exact: bool | None = None,
         progress: bool | None = None,
+        timed: bool = False,
     ) -> None:
-        if loop is not None and not isinstance(loop, Loop):
-            hint = ": call it, as st.supervised()" if callable(loop) else ""
-            raise LoopError(f"Trainer was given {loop!r}: its first argument is a st.Loop{hint}")
-        for name, value in (
-            ("max_epochs", max_epochs), ("min_epochs", min_epochs), ("max_steps", max_steps)
-        ):  # fmt: skip
-            if value is not None and (type(value) is not int or value < 1):
-                raise TrainingError(f"{name}={value!r}: give a whole number from 1, or None")
-        if resume not in ("auto", "never"):
-            raise CheckpointError(f'resume={resume!r}: give "auto" or "never"')
-        self.loop = supervised() if loop is None else loop
+        self.loop = _loop(loop)
+        check_counts(max_epochs=max_epochs, min_epochs=min_epochs, max_steps=max_steps)
+        check_seed(seed)
         self.limits = Limits(
             max_epochs=max_epochs,
             min_epochs=min_epochs,
             max_steps=max_steps,
-            max_time=_seconds(max_time),
+            max_time=seconds(max_time),
         )
         self.seed = seed
-        self.init_from = None if init_from is None else os.fspath(init_from)
-        self.resume = resume
+        self.init_from = None if init_from is None else place("init_from", init_from)
+        self.resume, self._source = _resumed(resume)
         self.exact = exact
         self.progress = progress
-        self.checkpoints = (
-            checkpoints
-            if checkpoints is None or isinstance(checkpoints, Checkpoints)
-            else Checkpoints(checkpoints)
-        )
-        if self.checkpoints is not None:
-            self.checkpoints.check(self.loop)
-        self.loggers = self._default_loggers() if loggers is None else list(loggers)
+        self.timed = timed
+        self.spent: dict[str, Spent] = {}
+        self.checkpoints = _checkpoints(checkpoints, self.loop)
+        self.loggers = self._default_loggers() if loggers is None else _loggers(loggers)
         self.run: Run | None = None
         self._callbacks = Callbacks(self.loop)
         self._evaluations = {kind: Callbacks(evaluation(kind)) for kind in KINDS}
         self._session: Session | None = None
-        for instance in callbacks:
+        for instance in check_list("callbacks", callbacks):
             self._callbacks.attach_object(instance)
         if deterministic:
             make_deterministic()
@@ -131,6 +134,10 @@ class Trainer:
         name: str | None = None,
     ) -> Callable[[Function], Function]:
         """Attach a function to a state or to a transition `"source -> dest"`; see `st.on`.
+
+        It fires wherever a loop of this trainer has that point: `"validation_end"` in `fit` and in
+        `validate`. The type of the run tells which: in an evaluation it is an `EvaluationRun`.
+        Objects in `callbacks=` belong to `fit` alone.
 
         Raises:
             CallbackError: no such point, or the function does not take the run.
@@ -162,7 +169,7 @@ class Trainer:
             name=name,
         )
 
-    def fit(self, *arguments: Any, dry_run: bool = False) -> Any:
+    def fit(self, *arguments: Any, dry_run: bool = False, **named: Any) -> Any:
         """Train, and return the run.
 
         `fit(module, train_loader, val_loader=None)` for the supervised loop, `fit(run)` for a loop
@@ -176,8 +183,8 @@ class Trainer:
             Preempted: a signal came, and the run is saved.
         """
         if dry_run:
-            return self._rehearsed(arguments)
-        run = self._begin(self.loop, arguments)
+            return self._rehearsed(arguments, named)
+        run = self._begin(self.loop, arguments, **named)
         session = Session(
             run=run,
             loop=self.loop,
@@ -188,8 +195,11 @@ class Trainer:
             fresh=self.resume == "never",
             exact=self.exact,
             init_from=self.init_from,
+            source=self._source,
             progress=self.progress,
+            timed=self.timed,
         )
+        self.spent = session.spent
         self._drive(session)
         return run
 
@@ -225,9 +235,9 @@ class Trainer:
         run = self._evaluate("predict", module, loader, limit_batches, to)
         return run.predictions.batches
 
-    def exactness(self, *arguments: Any) -> Exactness:
+    def exactness(self, *arguments: Any, **named: Any) -> Exactness:
         """Say whether a run could go on exactly: the last one, or one that `fit` would begin."""
-        run = self._begin(self.loop, arguments) if arguments else self.run
+        run = self._begin(self.loop, arguments, **named) if arguments or named else self.run
         if run is None:
             raise TrainingError("exactness() looks at a run: give it what fit is given")
         return exactness_of(run)
@@ -246,41 +256,28 @@ class Trainer:
         """Optimizer steps done."""
         return 0 if self.run is None else self.run.step
 
-    def _begin(self, loop: Loop, arguments: tuple[Any, ...], **settings: Any) -> Run:
+    def _begin(self, loop: Loop, arguments: tuple[Any, ...], **named: Any) -> Run:
         if loop.begin is not None:
-            run = self._begun(loop.begin, loop.options, *arguments, **settings)
-        elif len(arguments) == 1 and isinstance(arguments[0], Run):
+            run: Run = called(loop.begin, loop.options, *arguments, **named)
+        elif len(arguments) == 1 and isinstance(arguments[0], Run) and not named:
             run = arguments[0]
         else:
-            given = ", ".join(type(argument).__name__ for argument in arguments)
+            given = ", ".join(
+                [*(type(a).__name__ for a in arguments), *(f"{n}=..." for n in named)]
+            )
             raise TrainingError(
                 f"this loop is driven with fit(run), a run of your Run subclass, not fit({given})"
             )
         run.limits, run.trainer = self.limits, self
         return run
 
-    def _begun(self, begin: Callable[..., Run], *arguments: Any, **settings: Any) -> Run:
-        try:
-            inspect.signature(begin).bind(*arguments, **settings)
-        except TypeError as error:
-            raise TrainingError(
-                f"{error}: it is called with (module, loader, ...), as fit(module, train_loader, "
-                "val_loader)"
-            ) from None
-        return begin(*arguments, **settings)
-
     def _drive(self, session: Session) -> None:
-        if self._session is not None:
-            raise TrainingError("this trainer is at work already: give the other run a Trainer")
-        self.run, self._session = session.run, session
-        try:
+        with self._at_work(session):
+            self.run = session.run
             with session:
                 for state in session:
-                    session.save_if_due(state)
-                    if session.leaving:
+                    if session.served(state):
                         break
-        finally:
-            self._session = None
 
     def _evaluate(
         self, kind: str, module: Any, loader: Any, limit: int | float | None, to: Any
@@ -292,46 +289,68 @@ class Trainer:
         run = self._begin(callbacks.loop, (module, loader), limit_batches=limit, to=to)
         assert isinstance(run, EvaluationRun)  # noqa: S101 - evaluation() begins no other
         here = self.checkpoints
-        name = f"{kind}-{run.weights[:12]}"
+        if here is not None:
+            run.weights = weights_digest(module)
         session = Session(
             run=run,
             loop=callbacks.loop,
             callbacks=callbacks,
             loggers=[],
-            checkpoints=None if here is None else here.beside(name),
+            checkpoints=None if here is None else here.beside(f"{kind}-{run.weights[:12]}"),
             seed=self.seed,
             exact=self.exact,
             passing=True,
             progress=self.progress,
         )
-        self._drive(session)
+        trained = self.run
+        try:
+            self._drive(session)
+        finally:
+            self.run = trained  # what was trained, also after an evaluation
         return run
 
-    def _rehearsed(self, arguments: tuple[Any, ...]) -> Run:
+    def _rehearsed(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Run:
         small = {"limit_train_batches": 2, "limit_val_batches": 2, "val_check_interval": None}
         options = {
             **self.loop.options,
             **{k: v for k, v in small.items() if k in self.loop.options},
         }
         loop = replace(self.loop, options=options)
-        run = self._begin(loop, arguments)
-        run.limits = Limits(max_epochs=1)
+        run = self._begin(loop, arguments, **named)
         session = Session(
             run=run, loop=loop, callbacks=self._callbacks, loggers=[], checkpoints=None,
             seed=self.seed, exact=self.exact,
         )  # fmt: skip
         todo = {state.name for state in loop.states if not state.final}
-        with session:
-            before = session.copy()
+        with self._at_work(session):
+            run.limits = Limits(max_epochs=1)
             try:
-                for state in session:
-                    todo.discard(state)
-                    if not todo or run.request == "stop":
-                        break
+                with session:
+                    self._rehearse(session, todo)
             finally:
-                session.put_back(before)
+                run.limits = self.limits
         log.info("dry run done%s", f"; not visited: {', '.join(sorted(todo))}" if todo else "")
         return run
+
+    def _rehearse(self, session: Session, todo: set[str]) -> None:
+        before = session.copy()
+        try:
+            for state in session.machine or ():
+                todo.discard(state)
+                if not todo or session.run.request == "stop":
+                    break
+        finally:
+            session.put_back(before)
+
+    @contextmanager
+    def _at_work(self, session: Session) -> Iterator[None]:
+        if self._session is not None:
+            raise TrainingError("this trainer is at work already: give the other run a Trainer")
+        self._session = session
+        try:
+            yield
+        finally:
+            self._session = None
 
     def _attaching(self, place: str, **how: Any) -> Callable[[Function], Function]:
         where = point(place, **how)
@@ -360,22 +379,33 @@ class Trainer:
         return points
 
 
-def _seconds(limit: str | float | timedelta | None) -> float | None:
-    """Return a time limit in seconds."""
-    if limit is None:
+def _loop(given: Any) -> Loop:
+    if given is not None and not isinstance(given, Loop):
+        hint = ": call it, as st.supervised()" if callable(given) else ""
+        raise LoopError(f"Trainer was given {given!r}: its first argument is a st.Loop{hint}")
+    return supervised() if given is None else given
+
+
+def _resumed(given: Any) -> tuple[str, Checkpoints | None]:
+    """Return "auto" or "never", and the run to go on from."""
+    if given in ("auto", "never"):
+        return given, None
+    if isinstance(given, Checkpoints):
+        return "auto", given
+    if isinstance(given, os.PathLike) or (
+        isinstance(given, str) and ("/" in given or os.path.isdir(given))
+    ):
+        return "auto", Checkpoints(given)
+    raise CheckpointError(f'resume={given!r}: give "auto" or "never", or the URL of a run')
+
+
+def _checkpoints(given: Any, loop: Loop) -> Checkpoints | None:
+    if given is None:
         return None
-    if isinstance(limit, timedelta):
-        seconds = limit.total_seconds()
-    elif isinstance(limit, str):
-        match = re.fullmatch(r"(?:(\d+):)?(\d+):(\d\d):(\d\d)", limit)
-        days, hours, minutes, rest = (
-            (int(part or 0) for part in match.groups()) if match else [0] * 4
-        )
-        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    else:
-        seconds = float(limit)
-    if not seconds > 0:
-        raise TrainingError(
-            f'max_time={limit!r}: give seconds, a timedelta, "HH:MM:SS" or "DD:HH:MM:SS"'
-        )
-    return seconds
+    found = given if isinstance(given, Checkpoints) else Checkpoints(place("checkpoints", given))
+    found.check(loop)
+    return found
+
+
+def _loggers(given: Any) -> list[Any]:
+    return check_list("loggers", given, needs=("start", "write", "state_dict", "close"))

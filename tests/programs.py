@@ -6,6 +6,7 @@ signal at that visit of the state.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -302,8 +303,12 @@ def main() -> None:
     name, url, *kill = sys.argv[1:]
     torch.set_num_threads(1)
     at = ("forward", "pass_end", "epoch_end") if name == "rich" else ("forward_g", "step_d")
-    checkpoints = st.Checkpoints(url, every=("2 steps", "1 epoch"), at=at)
-    trainer, arguments = PROGRAMS[name](checkpoints, [], os.path.join(url, "metrics.csv"))
+    options = json.loads(os.environ.get("STORAGE_OPTIONS", "null"))
+    log = os.environ.get("LOG", os.path.join(url, "metrics.csv"))
+    checkpoints = st.Checkpoints(
+        url, every=("2 steps", "1 epoch"), at=at, storage_options=options or None
+    )
+    trainer, arguments = PROGRAMS[name](checkpoints, [], log)
     if kill:
         state, visit, number = kill
 

@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 import statetrain as st
-from statetrain.data import sources
+from statetrain.data import order
 from statetrain.persist import container, randomness
 from statetrain.persist.compare import unequal
 
@@ -382,7 +382,7 @@ def test_an_epoch_left_in_its_middle_is_left_the_same(name: str) -> None:
 def test_indices_are_drawn_ahead_the_same_wherever_it_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sources, "AHEAD", 2)
+    monkeypatch.setattr(order, "AHEAD", 2)
     for looking in (False, True):
         test_stopped_at_any_position_it_goes_on_the_same("own batches", looking)
         test_stopped_at_any_position_it_goes_on_the_same("shuffle of a generator", looking)
@@ -770,8 +770,8 @@ def test_a_list_of_another_length_is_an_error() -> None:
 
 
 def test_a_state_of_another_version_is_an_error() -> None:
-    state = {**saved(made([1])), "version": 2}
-    with pytest.raises(st.DataError, match="has version 2, known is 1"):
+    state = {**saved(made([1])), "version": 1}
+    with pytest.raises(st.DataError, match="has version 1, known is 2"):
         made([1]).load_state_dict(state)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import numpy as np
 import programs
 import pytest
 import torch
@@ -15,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import statetrain as st
+from statetrain import trainer as trainers
 from statetrain.persist.compare import unequal
+from statetrain.supervised import evaluation
 
 
 class Line(st.Module):
@@ -52,6 +57,9 @@ def evaluate(kind: str, folder: Path | None, *, stop_after: int | None = None, *
     every = None if folder is None else st.Checkpoints(folder, every=None)
     trainer = st.Trainer(seed=3, checkpoints=every)
     names = st.evaluation(kind).names
+    runs: list[Any] = []
+    for name in names:
+        trainer.on(name)(runs.append)
     if stop_after is not None:
         count = iter(range(1, 100))
         for name in names:
@@ -60,8 +68,7 @@ def evaluate(kind: str, folder: Path | None, *, stop_after: int | None = None, *
     module = Line()
     result = getattr(trainer, kind)(module, data(), **more)
     assert [m.training for m in module.modules()] == [True] * 5
-    assert trainer.run is not None
-    return trainer.run, result
+    return runs[-1], result
 
 
 @pytest.mark.parametrize("kind", ["validate", "test", "predict"])
@@ -397,3 +404,219 @@ def test_evaluation_takes_first_weights_too(tmp_path: Path) -> None:
     weights = further.net[0].weight.detach().clone()
     trainer.validate(further, data())
     assert torch.equal(weights, further.net[0].weight), "what was trained since is kept"
+
+
+# Exactness on other devices, other modules, other arguments.
+
+
+def test_a_device_without_promise_is_found_before_training_begins() -> None:
+    report = st.Trainer(max_epochs=1).exactness(Line().to("meta"), data())
+    assert report.numeric == (
+        "kernels of device 'meta' give no promise of equal bits: use cpu or cuda",
+    )
+    assert report.lost == ()
+
+
+@pytest.mark.parametrize(
+    ("exact", "saving", "outcome"),
+    [
+        (True, False, "error"),
+        (True, True, "error"),
+        (False, False, "warning"),
+        (False, True, "warning"),
+        (None, True, "warning"),
+        (None, False, "silence"),
+    ],
+)
+def test_numeric_doubts_are_errors_only_with_exact_true(
+    exact: bool | None, saving: bool, outcome: str, tmp_path: Path, caplog: Any
+) -> None:
+    trainer = st.Trainer(max_epochs=1, exact=exact, checkpoints=tmp_path if saving else None)
+    trainer.before("epoch_start")(lambda run: (_ for _ in ()).throw(KeyError("begun")))
+    with pytest.raises(st.TrainingError if outcome == "error" else Exception) as error:
+        trainer.fit(Line().to("meta"), data())
+    assert ("give no promise of equal bits" in str(error.value)) == (outcome == "error")
+    assert ("give no promise of equal bits" in caplog.text) == (outcome == "warning")
+
+
+def test_lost_data_is_a_warning_with_exact_false_without_checkpoints_too(caplog: Any) -> None:
+    workers = DataLoader(programs.Points(4, 1), num_workers=1)
+    trainer = st.Trainer(max_epochs=1, exact=False)
+    trainer.before("epoch_start")(lambda run: (_ for _ in ()).throw(KeyError("begun")))
+    with pytest.raises(KeyError):
+        trainer.fit(Line(), workers)
+    assert "num_workers=1" in caplog.text
+
+
+def test_a_complete_evaluation_leaves_nothing_behind(tmp_path: Path) -> None:
+    for kind in ("validate", "test", "predict"):
+        evaluate(kind, tmp_path, stop_after=3)
+        assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == [kind]
+        evaluate(kind, tmp_path)
+        assert list(tmp_path.iterdir()) == []
+    st.Trainer(checkpoints="memory://left").validate(Line(), data())
+    assert fsspec.filesystem("memory").glob("memory://left/*") == []
+
+
+def test_without_checkpoints_no_weights_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Any] = []
+    digest = evaluation.weights_digest
+    for module in (evaluation, trainers):
+        monkeypatch.setattr(
+            module, "weights_digest", lambda module: hashed.append(module) or digest(module)
+        )
+    st.Trainer().validate(Line(), data())
+    assert hashed == []
+    st.Trainer(checkpoints="memory://hashed").validate(Line(), data())
+    assert len(hashed) == 1
+
+
+def test_a_digest_is_taken_of_any_parameter() -> None:
+    module = nn.Module()
+    module.a = nn.Parameter(torch.ones(2, dtype=torch.complex64).conj())
+    module.b = nn.Parameter(torch.ones(2, dtype=torch.complex64).conj().imag)
+    module.c = nn.LazyLinear(2)
+    first = evaluation.weights_digest(module)
+    module.a.data = module.a.data * 1j
+    assert evaluation.weights_digest(module) != first
+
+
+def test_the_training_run_stays_the_trainers_after_an_evaluation() -> None:
+    trainer = st.Trainer(seed=1, max_epochs=2)
+    run = trainer.fit(Line(), data(8))
+    trainer.validate(run.module, data())
+    assert trainer.run is run
+    assert (trainer.global_step, trainer.current_epoch) == (8, 1)
+    assert trainer.exactness().exact
+
+
+def test_a_callback_fires_wherever_the_trainer_has_its_point() -> None:
+    trainer, kinds = st.Trainer(seed=1, max_epochs=1), []
+    trainer.on("validation_end")(lambda run: kinds.append(type(run).__name__))
+    module = trainer.fit(Line(), data(8), data(4)).module
+    trainer.validate(module, data())
+    assert kinds == ["SupervisedRun", "EvaluationRun"]
+
+
+# Predictions in a file.
+
+
+def predict(returned: Any, file: Path) -> list[Any]:
+    class Returning(Line):
+        def predict_step(self, batch: Any, batch_nb: int) -> Any:
+            return returned
+
+    st.Trainer(progress=False).predict(Returning(), [1], to=file)
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("returned", "lines"),
+    [
+        ("text", ["text"]),
+        (0.5, [0.5]),
+        (["a", "b"], ["a", "b"]),
+        (np.arange(3), [0, 1, 2]),
+        (np.float32(0.5), [0.5]),
+        (np.ones((2, 2)), [[1, 1], [1, 1]]),
+        (torch.tensor(2), [2]),
+        ([torch.ones(2), np.zeros(1)], [[1, 1], [0]]),
+        ({"n": np.arange(2), "t": ["x", "y"]}, [{"n": 0, "t": "x"}, {"n": 1, "t": "y"}]),
+        ([{"n": np.int64(1)}], [{"n": 1}]),
+    ],
+)
+def test_arrays_numbers_and_texts_are_written(returned: Any, lines: Any, tmp_path: Path) -> None:
+    assert predict(returned, tmp_path / "out.jsonl") == lines
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "predict_step returned None: return the predictions of the batch"),
+        (object(), "which a .jsonl file cannot hold: return tensors"),
+        (torch.ones(1, dtype=torch.complex64), "which a .jsonl file cannot hold: Object of type"),
+        ({"a": [1], "b": [1, 2]}, "returned samples of different numbers: {'a': 1, 'b': 2}"),
+    ],
+)
+def test_what_a_file_cannot_hold_is_an_error(returned: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(st.TrainingError) as error:
+        predict(returned, tmp_path / "out.jsonl")
+    assert message in str(error.value)
+
+
+def test_a_file_that_lost_predictions_is_refused_not_padded(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    evaluate("predict", tmp_path / "run", stop_after=4, to=file)
+    length = file.stat().st_size
+    file.write_text("short\n")
+    with pytest.raises(st.TrainingError, match=rf"has 6 bytes, but {length} were written"):
+        evaluate("predict", tmp_path / "run", to=file)
+    assert file.read_text() == "short\n"
+
+
+def test_no_batch_leaves_no_old_predictions(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_text("old\n")
+    st.Trainer(progress=False).predict(Line(), data(), to=file, limit_batches=0)
+    assert file.read_text() == ""
+
+
+# First weights of several modules.
+
+
+@dataclass(kw_only=True)
+class Nets(st.Run):
+    nets: list[nn.Module]
+    spare: nn.Module | None = None
+
+
+def nets(url: Any = None, *, init_from: Any = None, value: float, spare: bool = False) -> Nets:
+    loop = st.Loop(
+        initial="go",
+        states=[st.State("go", lambda run: None), st.State("end", final=True)],
+        transitions=[st.Transition("go", "end")],
+    )
+    made = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    for net in made:
+        nn.init.constant_(net.weight, value)
+    run = Nets(nets=list(made), spare=nn.Linear(1, 1) if spare else None)
+    settings = {"checkpoints": url, "init_from": init_from, "progress": False}
+    done: Nets = st.Trainer(loop, **settings).fit(run)
+    return done
+
+
+def test_first_weights_reach_modules_in_lists(tmp_path: Path) -> None:
+    nets(tmp_path, value=3.0)
+    run = nets(init_from=tmp_path, value=0.0)
+    assert [net.weight.item() for net in run.nets] == [3.0, 3.0]
+
+
+def test_a_module_without_first_weights_is_an_error(tmp_path: Path) -> None:
+    nets(tmp_path, value=3.0)
+    with pytest.raises(st.CheckpointError, match=r"run\.spare: no module in the checkpoint"):
+        nets(init_from=tmp_path, value=0.0, spare=True)
+
+
+# Dry runs are driven as others are.
+
+
+def test_a_dry_run_refuses_another_fit_within() -> None:
+    trainer, (run,) = programs.gan(None, [])  # type: ignore[arg-type]
+    trainer.on(trainer.loop.initial)(trainer.fit)
+    with pytest.raises(st.TrainingError, match="at work already"):
+        trainer.fit(run, dry_run=True)
+    assert run.limits == trainer.limits
+
+
+def test_a_fit_refuses_a_dry_run_within() -> None:
+    trainer, (run,) = programs.gan(None, [])  # type: ignore[arg-type]
+    trainer.on(trainer.loop.initial)(lambda run: trainer.fit(run, dry_run=True))
+    with pytest.raises(st.TrainingError, match="at work already"):
+        trainer.fit(run)
+    assert run.limits == trainer.limits
+
+
+def test_a_dry_run_leaves_the_limits_as_they_were() -> None:
+    trainer, (run,) = programs.gan(None, [])  # type: ignore[arg-type]
+    trainer.fit(run, dry_run=True)
+    assert run.limits == trainer.limits

@@ -327,7 +327,7 @@ def drop_callback_object(s: Snapshot) -> None:
 
 
 def drop_log_length(s: Snapshot) -> None:
-    s.loggers = []
+    s.loggers = {}
 
 
 DROPS: dict[str, Callable[[Snapshot], None]] = {

@@ -416,10 +416,10 @@ def test_every_second_epoch_stays_every_second_after_a_stop(tmp_path: Path) -> N
     saved: list[int] = []
 
     class Noting(st.Checkpoints):
-        def save(self, run: Any, snapshot: Any, state: str) -> Any:
+        def save(self, run: Any, snapshot: Any, state: str, **how: Any) -> Any:
             if state == "epoch_end":
                 saved.append(run.epochs)
-            return super().save(run, snapshot, state)
+            return super().save(run, snapshot, state, **how)
 
     for stop in (9, None):
         trainer = st.Trainer(
@@ -454,3 +454,207 @@ finally:
     )
     assert done.returncode == 75, done.stderr
     assert done.returncode != -signal.SIGTERM
+
+
+# Several fits in one process.
+
+
+class Counting(Plain):
+    """Counts in one attribute and toggles another; `factor` is the program's."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.counter, self.toggle, self.factor = 0, "off", factor
+
+    def on_epoch_start(self) -> None:
+        assert self.run is not None
+        if self.run.epoch == 0:
+            self.counter += 1
+        self.toggle = "on" if self.run.epoch == 0 else "off"
+        self.made = self.run.epoch
+
+
+def again(module: Any, url: Any, epochs: int, *, stop: bool = False, callbacks: Any = ()) -> Any:
+    trainer = st.Trainer(
+        seed=1, max_epochs=epochs, checkpoints=url, callbacks=callbacks, progress=False
+    )
+    if stop:
+        trainer.on("step", once=True)(lambda run: run.stop())
+    return trainer.fit(module, BATCHES)
+
+
+def test_what_an_earlier_fit_changed_is_saved_by_the_next_one_too(tmp_path: Path) -> None:
+    class Still(Counting):
+        on_epoch_start = st.Module.on_epoch_start
+
+    module = Counting()
+    again(module, None, 1)
+    assert (module.counter, module.toggle) == (1, "on")
+    module.__class__ = Still  # the next fits change nothing
+    again(module, tmp_path / "other", 1)
+    assert end(tmp_path / "other").attributes["run.module"]["counter"] == 1
+    fresh = Still()
+    again(fresh, tmp_path / "other", 2)
+    assert (fresh.counter, fresh.toggle) == (1, "on")
+    again(module, tmp_path / "other", 3)
+    assert end(tmp_path / "other").attributes["run.module"]["counter"] == 1
+
+
+def test_what_the_program_sets_between_two_fits_stays_the_programs(tmp_path: Path) -> None:
+    module = Counting()
+    again(module, None, 1)
+    module.factor = 0.5
+    again(module, tmp_path / "run", 1)
+    assert "factor" not in end(tmp_path / "run").attributes["run.module"]
+    fresh = Counting(0.3)
+    again(fresh, tmp_path / "run", 2)
+    assert fresh.factor == 0.3
+
+
+def test_a_resume_in_the_same_process_undoes_what_the_checkpoint_does_not_know(
+    tmp_path: Path,
+) -> None:
+    class Late(Plain):
+        best: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.best = None
+            self.seen: list[Any] = []
+
+        def on_batch_end(self) -> None:
+            self.seen.append((self.best, hasattr(self, "made")))
+            self.best = self.made = 1
+
+    again(Late(), tmp_path, 1, stop=True)
+    module = Late()
+    again(module, None, 1)
+    assert module.best == 1
+    again(module, tmp_path, 1)
+    assert module.seen == [(None, False), (1, True), (1, True), (1, True)]
+
+
+def test_a_dry_run_puts_plain_attributes_back() -> None:
+    module = Counting()
+    module.history = {"losses": [1.0]}
+    module.on_batch_end = lambda: module.history["losses"].append(2.0)  # type: ignore[method-assign]
+    st.Trainer(max_epochs=3, progress=False).fit(module, BATCHES, dry_run=True)
+    assert (module.counter, module.toggle, module.history) == (0, "off", {"losses": [1.0]})
+    assert not hasattr(module, "made")
+
+
+def test_a_large_attribute_that_cannot_be_put_back_is_an_error() -> None:
+    module = Counting()
+    module.table = torch.zeros(1 << 20)
+    module.on_batch_end = lambda: module.table.add_(1)  # type: ignore[method-assign]
+    with pytest.raises(st.CheckpointError, match=r"run\.module\.table has changed .* too large"):
+        st.Trainer(max_epochs=3, progress=False).fit(module, BATCHES, dry_run=True)
+
+
+def test_a_module_that_was_trained_is_pickled_without_its_memory() -> None:
+    module = Counting()
+    again(module, None, 1)
+    assert "_statetrain_memory" in vars(module)
+    assert "_statetrain_memory" not in module.__getstate__()
+
+
+# Rows, loggers and counters.
+
+
+class Early(Plain):
+    """Logs before the first action."""
+
+    def configure_optimizers(self) -> Any:
+        self.log("early", 1)
+        return super().configure_optimizers()
+
+
+def rows(file: Path) -> list[str]:
+    return [line.split(",")[2] for line in file.read_text().splitlines()[1:]]
+
+
+def test_rows_from_before_the_start_are_logged_once_with_and_without_checkpoints(
+    tmp_path: Path,
+) -> None:
+    log = st.CSVLogger(tmp_path / "plain.csv")
+    st.Trainer(max_epochs=1, progress=False, loggers=[log]).fit(Early(), BATCHES)
+    again(Early(), tmp_path / "run", 1, stop=True)
+    again(Early(), tmp_path / "run", 1)
+    assert rows(tmp_path / "plain.csv") == rows(tmp_path / "run" / "metrics.csv") == ["early"]
+
+
+class Lines:
+    """A logger of lines, kept in memory."""
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+        self.started: Any = "never"
+
+    def start(self, state: Any) -> None:
+        self.started = state
+
+    def write(self, found: Any) -> None:
+        self.lines += found
+
+    def state_dict(self) -> dict[str, int]:
+        return {"lines": len(self.lines)}
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def logged(url: Path, loggers: Any, **settings: Any) -> None:
+    trainer = st.Trainer(
+        max_epochs=2, seed=1, checkpoints=url, loggers=loggers, progress=False, **settings
+    )
+    trainer.on("epoch_end", once=True)(lambda run: run.stop())
+    trainer.fit(Plain(), BATCHES)
+
+
+def test_loggers_are_matched_by_their_type_and_not_by_their_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, third = Lines(), Lines(), Lines()
+    logged(tmp_path / "run", [first, st.CSVLogger(tmp_path / "a.csv")])
+    assert first.started is None
+    logged(tmp_path / "run", [st.CSVLogger(tmp_path / "a.csv"), second, third])
+    assert (second.started, third.started) == ({"lines": 0}, None)
+    assert "logger Lines #1 is not in the checkpoint: its log begins here" in caplog.text
+    logged(tmp_path / "run", [second])
+    assert "logger CSVLogger #0 is only in the checkpoint" in caplog.text
+
+
+def test_a_renamed_callback_that_counts_is_said_with_both_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit_with(name: str, key: str | None = None) -> None:
+        def note(run: Any) -> None:
+            """Note nothing."""
+
+        note.__qualname__ = name
+        trainer = st.Trainer(max_epochs=2, checkpoints=tmp_path / f"{key}", progress=False)
+        trainer.on("step", every=3, name=key)(note)
+        trainer.on("step")(lambda run: run.stop() if run.step == 2 else None)
+        trainer.fit(Plain(), BATCHES)
+
+    fit_with("old")
+    fit_with("new")
+    assert (
+        "counter of callback \"at state 'step': old #0\" is only in the checkpoint; "
+        "\"at state 'step': new #0\" is counted from 0; name=... keeps a counter"
+    ) in caplog.text
+    caplog.clear()
+    fit_with("old", "mine")
+    fit_with("new", "mine")
+    assert "counter of callback" not in caplog.text
+
+
+def test_a_resume_counts_from_the_checkpoint_alone(tmp_path: Path) -> None:
+    again(Plain(), tmp_path, 1)
+    trainer = st.Trainer(max_epochs=2, seed=1, checkpoints=tmp_path, progress=False)
+    fired: list[int] = []
+    trainer.on("step", at=3)(lambda run: fired.append(run.step))
+    callback = next(iter(trainer._callbacks))
+    callback.visits = 2  # from a fit that came before
+    trainer.fit(Plain(), BATCHES)
+    assert fired == [7]

@@ -196,7 +196,49 @@ MESSAGES: dict[str, tuple[Wrong, str]] = {
     ),
     "arguments": (
         lambda _: st.Trainer(max_epochs=1).fit(Net()),
-        "it is called with (module, loader",
+        "it is called as fit(module, train_loader, val_loader)",
+    ),
+    "keyword of fit": (
+        lambda _: st.Trainer(max_epochs=1).fit(Net(), [1], val_loder=[1]),
+        "fit(val_loder=[1]): no such argument: did you mean 'val_loader'?",
+    ),
+    "keyword of a loop of one's own": (
+        lambda _: st.Trainer(loop([S("a"), END], [T("a", "end")])).fit(st.Run(), val_loader=[1]),
+        "this loop is driven with fit(run), a run of your Run subclass, not fit(Run, val_loader=",
+    ),
+    "keyword of Trainer": (
+        lambda _: st.Trainer(max_epoch=1),  # type: ignore[call-arg]
+        "Trainer(max_epoch=1): no such argument: did you mean 'max_epochs'?",
+    ),
+    "keyword of supervised": (
+        lambda _: st.supervised(acumulate_grad_batches=2),  # type: ignore[call-arg]
+        "supervised(acumulate_grad_batches=2): no such argument: did you mean 'accumulate_grad_bat",
+    ),
+    "seed": (lambda _: st.Trainer(seed="a"), "seed='a': give a whole number, or None"),  # type: ignore[arg-type]
+    "max_time of no kind": (lambda _: st.Trainer(max_time=[1]), "max_time=[1]: give seconds, a t"),  # type: ignore[arg-type]
+    "loggers without a list": (
+        lambda _: st.Trainer(loggers=st.CSVLogger),  # type: ignore[arg-type]
+        "give a list, as loggers=[CSVLogger(...)]",
+    ),
+    "a class among loggers": (
+        lambda _: st.Trainer(loggers=[st.CSVLogger]),
+        "loggers has the class CSVLogger: give an object, CSVLogger(...)",
+    ),
+    "no logger": (
+        lambda _: st.Trainer(loggers=[3]),
+        "loggers has 3, which has no start, write, state_dict, close",
+    ),
+    "callbacks without a list": (
+        lambda _: st.Trainer(callbacks=work),  # type: ignore[arg-type]
+        "give a list, as callbacks=[",
+    ),
+    "checkpoints of no kind": (
+        lambda _: st.Trainer(checkpoints=3),  # type: ignore[arg-type]
+        "checkpoints=3: give a path or a URL",
+    ),
+    "init_from of no kind": (
+        lambda _: st.Trainer(init_from=3),  # type: ignore[arg-type]
+        "init_from=3: give a path or a URL",
     ),
     "prediction file": (
         lambda _: st.Trainer(progress=False).predict(Net(), [1], to="out.txt"),

@@ -36,8 +36,8 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-def fit(module: Any, train: Any = BATCHES, val: Any = None) -> Any:
-    return st.Trainer(max_epochs=1).fit(module, train, val)
+def fit(module: Any, train: Any = BATCHES, val: Any = None, *, epochs: int = 1) -> Any:
+    return st.Trainer(max_epochs=epochs).fit(module, train, val)
 
 
 def changed(**methods: Any) -> st.Module:
@@ -321,3 +321,66 @@ def test_an_error_in_a_hook_is_the_users_own_with_a_note_where() -> None:
     with pytest.raises(ValueError, match="mine") as caught:
         fit(changed(on_batch_end=fails))
     assert caught.value.__notes__ == ["in the action of state 'batch_end' (epoch 0, step 1)"]
+
+
+# Methods that look like hooks.
+
+
+def nothing(self: Any, *_: Any) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("traning_step", "did you mean 'training_step'?"),
+        ("validation_stpe", "did you mean 'validation_step'?"),
+        ("on_epoch_strat", "did you mean 'on_epoch_start'?"),
+        ("on_train_epoch_start", "did you mean 'on_epoch_start'?"),
+        ("on_train_batch_end", "did you mean 'on_batch_end'?"),
+        ("on_validation_epoch_end", "did you mean 'on_post_performance_check'?"),
+        ("configure_optimizer", "did you mean 'configure_optimizers'?"),
+        ("optimizer_stp", "did you mean 'optimizer_step'?"),
+        ("backwrad", "did you mean 'backward'?"),
+        ("on_xyz", "attach a function with trainer.on"),
+    ],
+)
+def test_a_misspelt_hook_is_said(name: str, meant: str, caplog: pytest.LogCaptureFixture) -> None:
+    fit(changed(**{name: nothing}))
+    assert [record.message for record in caplog.records] == [
+        f"Mine.{name} is no hook and is never called: {meant}"
+    ]
+
+
+def test_other_methods_are_not_taken_for_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    def on_epoch_start(self: Any) -> None:
+        self.training_helper()
+
+    made = changed(
+        training_helper=nothing,
+        on_epoch_start=on_epoch_start,
+        step=nothing,
+        evaluate=nothing,
+        _on_private=nothing,
+        validation_step=nothing,
+    )
+    fit(made)
+    assert caplog.messages == []
+
+
+def test_a_training_step_without_a_loss_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    fit(changed(training_step=nothing), epochs=3)
+    assert caplog.messages == [
+        "Mine.training_step has returned no loss in the whole first epoch, so nothing was "
+        "trained: return it"
+    ]
+
+
+def test_a_loss_that_is_no_number_is_said_at_the_epochs_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def diverged(self: Any, batch: Any, batch_nb: int) -> Any:
+        return Good.training_step(self, batch, batch_nb) * (float("nan") if batch_nb else 1.0)
+
+    fit(changed(training_step=diverged), epochs=2)
+    assert caplog.messages == [f"the loss of epoch {n}'s last batch is nan" for n in range(2)]

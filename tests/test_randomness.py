@@ -415,3 +415,58 @@ def test_looking_ends_in_a_big_tree() -> None:
     for _ in range(5000):
         tree = [tree]
     assert generators([tree, [[i] for i in range(10_000)]]) == []
+
+
+# --- cuda's streams, in the place of which stand generators of the CPU: each device has one
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
+    found = [torch.Generator().manual_seed(i) for i in range(2)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", tuple(found))
+    return found
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_lane_leaves_the_streams_of_devices_too(
+    devices: list[torch.Generator], lasting: bool
+) -> None:
+    before = [rng.get_state() for rng in devices]
+    lane = Lane("a", lasting=lasting)
+    with lane:
+        first = [drawn(rng) for rng in devices]
+    assert unequal([rng.get_state() for rng in devices], before) == []
+    for rng in devices:
+        drawn(rng)
+    lane.seed("a")
+    with lane:
+        assert [drawn(rng) for rng in devices] == first
+
+
+def test_a_lane_goes_on_where_it_was_on_each_device(devices: list[torch.Generator]) -> None:
+    with Lane("a"):
+        whole = [[drawn(rng) for rng in devices] for _ in range(2)]
+    lane, other = Lane("a"), Lane("b")
+    with lane:
+        assert [drawn(rng) for rng in devices] == whole[0]
+    other.load_state_dict(stored(lane.state_dict()))
+    for each in (lane, other):
+        drawn(devices[0])
+        with each:
+            assert [drawn(rng) for rng in devices] == whole[1]
+
+
+def test_a_device_that_is_first_used_inside_a_lane_is_exchanged_from_the_next_time_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng, same = (torch.Generator().manual_seed(1) for _ in range(2))
+    lane = Lane("a")
+    with lane:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "default_generators", (rng,))
+        assert drawn(rng) == drawn(same)
+    assert drawn(rng) == drawn(same)
+    with lane:
+        drawn(rng)
+    assert drawn(rng) == drawn(same)

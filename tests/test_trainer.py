@@ -118,9 +118,9 @@ def test_save_saves_where_it_was_asked_and_goes_on(url: str) -> None:
     saved: list[str] = []
 
     class Noting(st.Checkpoints):
-        def save(self, run: Any, snapshot: Any, state: str) -> Any:
+        def save(self, run: Any, snapshot: Any, state: str, **how: Any) -> Any:
             saved.append(state)
-            return super().save(run, snapshot, state)
+            return super().save(run, snapshot, state, **how)
 
     job = trainer(Noting(url, every=None), max_epochs=1)
     job.on("zero_grad", at=2)(lambda run: run.save())
@@ -143,9 +143,9 @@ def test_periodic_saves_come_when_they_are_due(url: str, every: Any, expected: l
     saved: list[str] = []
 
     class Noting(st.Checkpoints):
-        def save(self, run: Any, snapshot: Any, state: str) -> Any:
+        def save(self, run: Any, snapshot: Any, state: str, **how: Any) -> Any:
             saved.append(state)
-            return super().save(run, snapshot, state)
+            return super().save(run, snapshot, state, **how)
 
     trainer(Noting(url, every=every)).fit(Line(), BATCHES)
     assert saved == expected
@@ -156,9 +156,9 @@ def test_minutes_are_counted_by_the_clock(url: str) -> None:
     saved: list[int] = []
 
     class Noting(st.Checkpoints):
-        def save(self, run: Any, snapshot: Any, state: str) -> Any:
+        def save(self, run: Any, snapshot: Any, state: str, **how: Any) -> Any:
             saved.append(run.step)
-            return super().save(run, snapshot, state)
+            return super().save(run, snapshot, state, **how)
 
     job = trainer(Noting(url, every="2 min", at="zero_grad", clock=lambda: now))
 
@@ -584,3 +584,87 @@ def test_another_seed_on_resume_is_reported(url: str, caplog: pytest.LogCaptureF
         run = trainer(url, seed=2).fit(Line(), BATCHES)
     assert "run seed: 1 in the checkpoint, 2 here (the checkpoint's is used)" in caplog.text
     assert run.seed == 1
+
+
+# A second writer, a failing prune, loaders by name.
+
+
+@pytest.mark.parametrize(("width", "resume"), [(2, "auto"), (1, "never")])
+def test_a_run_that_is_refused_stops_no_other_writer(url: str, width: int, resume: str) -> None:
+    first = trainer(st.Checkpoints(url, every="1 steps"))
+
+    @first.on("epoch_end", once=True)
+    def another(run: Any) -> None:
+        with pytest.raises(st.CheckpointError):
+            trainer(url, resume=resume).fit(Line(width), BATCHES)
+
+    assert first.fit(Line(), BATCHES).state == "done"
+
+
+def test_a_run_that_is_complete_stops_no_other_writer(url: str) -> None:
+    trainer(url, max_steps=1).fit(Line(), BATCHES)
+    first = trainer(st.Checkpoints(url, every=None), max_epochs=1)
+
+    @first.on("step", once=True)
+    def another(run: Any) -> None:
+        assert trainer(url, max_steps=1).fit(Line(), BATCHES).step == 1
+
+    assert first.fit(Line(), BATCHES).step == 4
+
+
+def test_a_second_writer_that_is_taken_stops_the_first(url: str) -> None:
+    first = trainer(st.Checkpoints(url, every="1 steps"))
+    first.on("epoch_end", once=True)(lambda run: trainer(url).fit(Line(), BATCHES))
+    with pytest.raises(st.CheckpointError, match="superseded"):
+        first.fit(Line(), BATCHES)
+
+
+def test_a_failing_prune_is_said_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = os.unlink
+
+    def failing(path: Any, **more: Any) -> None:
+        if "commits" in str(path) and str(path).endswith(".stc"):
+            raise PermissionError(13, "no right to remove", str(path))
+        remove(path, **more)
+
+    monkeypatch.setattr(os, "unlink", failing)
+    run = trainer(st.Checkpoints(tmp_path, every="1 steps", keep=1)).fit(Line(), BATCHES)
+    assert (run.state, run.step) == ("done", 8)
+    assert "cannot prune" in caplog.text
+    assert "older checkpoints stay" in caplog.text
+    assert len(st.Checkpoints(tmp_path).store.records()) == 9
+    monkeypatch.undo()
+    trainer(st.Checkpoints(tmp_path, keep=1), max_epochs=3).fit(Line(), BATCHES)
+    kept = len(st.Checkpoints(tmp_path).store.records())
+    assert kept == 3  # the newest two in any case, and the one that this fit went on from
+
+
+def test_loaders_may_be_given_by_name() -> None:
+    assert trainer(None).fit(Line(), train_loader=BATCHES).step == 8
+    assert trainer(None).fit(module=Line(), train_loader=BATCHES, val_loader=None).step == 8
+    assert trainer(None).exactness(Line(), train_loader=BATCHES).exact
+    assert trainer(None).fit(Line(), BATCHES, val_loader=None, dry_run=True).step == 0
+
+
+def test_settings_may_be_limits_of_an_evaluation_given_to_fit() -> None:
+    class Tested(Line):
+        def test_step(self, batch: Any, batch_nb: int) -> Any:
+            return self.training_step(batch, batch_nb)
+
+    run = st.Trainer(st.evaluation("test"), seed=1).fit(Tested(), BATCHES, limit_batches=2)
+    assert (run.state, run.loader.position) == ("done", 2)
+
+
+def test_timed_counts_the_visits_of_each_state_and_their_time() -> None:
+    timed = st.Trainer(max_epochs=2, timed=True)
+    timed.fit(Line(), BATCHES)
+    visits = {name: each.visits for name, each in timed.spent.items()}
+    assert visits["epoch_start"] == visits["epoch_end"] == 2
+    assert visits["forward"] == visits["zero_grad"] == 2 * len(BATCHES)
+    assert visits["validation_step"] == 0
+    assert all(each.nanoseconds > 0 for each in timed.spent.values() if each.visits)
+    untimed = st.Trainer(max_epochs=2)
+    untimed.fit(Line(), BATCHES)
+    assert untimed.spent == {}

@@ -98,7 +98,7 @@ def _facts(snapshot: dict[str, Any]) -> Facts:
         counters=snapshot["callbacks"]["counters"],
         objects=snapshot["callbacks"]["objects"],
         attributes=snapshot["attributes"],
-        loggers=tuple(snapshot["loggers"]),
+        loggers=tuple(snapshot["loggers"].items()),
         loop=snapshot["loop"],
         options=snapshot["options"],
         limits=snapshot["limits"],

@@ -116,7 +116,7 @@ def _page(place: Place, found: Found) -> Iterator[str]:
         ("metrics", _settings(told.metrics)),
         ("fields", [", ".join(map(printable, told.fields))]),
         ("callbacks", _callbacks(told)),
-        ("loggers", [brief(state) for state in told.loggers]),
+        ("loggers", [f"{name}: {brief(state)}" for name, state in told.loggers]),
         ("loop", _loop(told)),
         ("options", _settings(told.options)),
         ("limits", _settings({k: v for k, v in told.limits.items() if v is not None})),

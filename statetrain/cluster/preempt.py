@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -17,14 +17,18 @@ log = logging.getLogger("statetrain")
 class Signals:
     """Note signals while the `with` block runs; `received` is the first of them.
 
-    Handlers that were there before are called too, and are put back at the end. Where a signal came
-    and there was none, it is ignored from then on: it would kill a process that has saved and is
-    on its way out. A second Ctrl-C raises `KeyboardInterrupt` at once. Outside the main thread,
-    where Python allows no handlers, nothing is noted.
+    Then `asked` is called, which may set another flag. Handlers that were there before are called
+    too, and are put back at the end. Where a signal came and there was none, it is ignored from
+    then on: it would kill a process that has saved and is on its way out. A second Ctrl-C raises
+    `KeyboardInterrupt` at once. Outside the main thread, where Python allows no handlers, nothing
+    is noted.
     """
 
-    def __init__(self, watched: Iterable[signal.Signals]) -> None:
+    def __init__(
+        self, watched: Iterable[signal.Signals], asked: Callable[[], None] | None = None
+    ) -> None:
         self.watched = tuple(watched)
+        self._asked = asked
         self.received: signal.Signals | None = None
         self._interrupts = 0
         self._before: dict[signal.Signals, Any] = {}
@@ -50,6 +54,8 @@ class Signals:
                 raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(number)
+            if self._asked is not None:
+                self._asked()
         before = self._before.get(signal.Signals(number))
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)

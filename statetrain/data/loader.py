@@ -14,21 +14,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from statetrain.data.sources import (
-    Batches,
-    Indexed,
-    Key,
-    PassedThrough,
-    Source,
-    Stateful,
-    obstacles,
-)
+from statetrain.data.indexed import Indexed
+from statetrain.data.order import Key
+from statetrain.data.sources import Batches, PassedThrough, Source, Stateful, obstacles
 from statetrain.errors import DataError
 
 __all__ = ["SEEDINGS", "Loader", "resumable"]
 
 SEEDINGS = ("batch", "sample", "main")
-VERSION = 1
+VERSION = 2
 PROTOCOL = ("state_dict", "load_state_dict")
 INSTEAD = "give a DataLoader or a list of batches"
 
@@ -110,8 +104,9 @@ class Loader:
         ):
             raise DataError(
                 f"the order of loader {self.name!r} is another than in the checkpoint, within the "
-                f"first {self.position} batches of epoch {self.epoch}: it must depend on the "
-                "arguments of its sampler, the random streams and set_epoch alone"
+                f"first {self.position} batches of epoch {self.epoch} or the next one: it must "
+                "depend on the arguments of its sampler, the random streams, set_epoch and what "
+                "the sampler's state_dict says alone"
             )
 
     def __iter__(self) -> Loader:
@@ -120,11 +115,15 @@ class Loader:
     def __next__(self) -> Any:
         if self._over:
             self.start(self.epoch + 1)
-        if not self.has_next:
+        if not self._begun:
+            self._begin()
+        source = self.source
+        if not source.has_next:
             self._over = True
             raise StopIteration
+        key = self._key("batch", self.epoch, self.position) if source.keyed else ()
         try:
-            batch = self.source.fetch(self._key("batch", self.epoch, self.position))
+            batch = source.fetch(key)
         except StopIteration as error:  # it would end the epoch without a word
             raise DataError(
                 f"loading batch {self.position} of epoch {self.epoch} of loader {self.name!r} "
@@ -170,8 +169,13 @@ def resumable(loader: Any, *, seeding: str = "batch", seed: int | None = None) -
     `seeding="batch"` seeds what the dataset draws from (python, numpy, torch, and generator objects
     in the dataset or its transforms) for each batch, `"sample"` for each sample, both independently
     of everything else; `"main"` lets the dataset draw from the global streams. With the default
-    `collate_fn`, a TensorDataset, or a dataset with an attribute `deterministic = True`, is taken
-    to draw nothing, which is faster. A loader that is resumable already is returned as it is.
+    `collate_fn`, data in memory (a TensorDataset, tensor, array or list, or a Subset of one), or a
+    dataset with an attribute `deterministic = True`, is taken
+    to draw nothing, which is faster; tensors and arrays in memory are read a batch at a time. A
+    loader that is resumable already is returned as it is.
+
+    A sampler with `state_dict` and `load_state_dict` is given the state that it had at the epoch's
+    start, and is then replayed to the position, as every sampler is.
 
     Raises:
         DataError: it is no loader, or can be read only once; the message says what to give instead.

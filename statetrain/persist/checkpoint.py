@@ -9,6 +9,8 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import Any, BinaryIO
 
 import torch
@@ -17,11 +19,13 @@ from statetrain.errors import CheckpointError
 from statetrain.loop import Loop, nearest
 from statetrain.persist import container
 from statetrain.persist.compare import unequal
+from statetrain.persist.mirror import Mirrored
 from statetrain.persist.parts import Part
 from statetrain.persist.record import Record
 from statetrain.persist.registry import register
 from statetrain.persist.snapshot import differences
 from statetrain.persist.store import Store
+from statetrain.persist.writer import Write, Writer
 from statetrain.run import Run
 
 __all__ = ["Checkpoints", "Snapshot"]
@@ -43,11 +47,12 @@ class Snapshot:
     static: dict[str, Any]
     random: dict[str, Any]
     callbacks: dict[str, Any]
-    loggers: list[Any]
+    loggers: dict[str, Any]
     attributes: dict[str, Any]
     loop: dict[str, Any]
     options: dict[str, Any]
     limits: dict[str, Any]
+    numerics: dict[str, Any]
     replay: dict[str, Any] | None = None
 
 
@@ -68,6 +73,19 @@ class Checkpoints:
             buffers and random streams at each visit.
         keep: how many checkpoints stay, at least 1.
         signals: names of the signals that save, leave, and end the process with exit code 75.
+        mirror: a second place, such as a bucket behind a local disk: saves go to `url`, and are
+            copied there meanwhile. A run goes on from the newer of both.
+        storage_options: what fsspec needs for the file system of `mirror`, or of `url` without one.
+        asynchronous: copy the state into memory and write it while training goes on, for the price
+            of that memory: the size of a checkpoint once more, from the first save to the end of
+            `fit`. False writes while training waits, and needs none. What is saved is the same.
+        busy: what a periodic save does while an earlier one is still being written: `"wait"` for
+            it, or `"skip"` and leave it to the next interval. All other saves wait.
+        on_error: a save that fails, other than the last one of `fit`, ends training with the error
+            (`"raise"`; that of an asynchronous one at the next transition) or is logged (`"warn"`).
+
+    Attributes:
+        time_to_save: how many seconds the last save took until it was there; None before the first.
 
     Raises:
         CheckpointError: one of these has no meaning, or the URL cannot be opened.
@@ -81,17 +99,37 @@ class Checkpoints:
         at: str | Collection[str] | None = None,
         keep: int = 2,
         signals: Collection[str] = SIGNALS,
+        mirror: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        asynchronous: bool = True,
+        busy: str = "wait",
+        on_error: str = "raise",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise CheckpointError(f"keep={keep!r}: give a whole number from 1")
-        self.store = Store(url)
+        for name, given, known in (
+            ("asynchronous", asynchronous, (True, False)),
+            ("busy", busy, ("wait", "skip")),
+            ("on_error", on_error, ("raise", "warn")),
+        ):
+            if given not in known:
+                raise CheckpointError(f"{name}={given!r}: give {known[0]!r} or {known[1]!r}")
+        self.store: Store | Mirrored = _store(url, mirror, storage_options)
+        self._options = None if mirror is not None else storage_options
         self.keep = keep
         self.at = frozenset((at,) if isinstance(at, str) else at or ())
         self.signals = tuple(_signal(name) for name in signals)
         self._seconds, self._steps, self._epochs = _intervals(every)
+        self.asynchronous = asynchronous
+        self.busy = busy
+        self.on_error = on_error
+        self.time_to_save: float | None = None
+        self._writer = Writer(self._look)
         self._clock = clock
-        self._saved_at, self._saved_step, self._saved_epochs, self._ended = clock(), 0, 0, 0
+        self._next_step: float = inf
+        self._next_epoch: float = inf
+        self._next_time: float = inf
 
     @property
     def url(self) -> str:
@@ -100,8 +138,14 @@ class Checkpoints:
 
     def beside(self, name: str) -> Checkpoints:
         """Return the same policy for another run, at `url/name`, in any state."""
-        made = Checkpoints(f"{self.url.rstrip('/')}/{name}", every=None, keep=self.keep)
-        made.signals = self.signals
+        made = Checkpoints(
+            f"{self.url.rstrip('/')}/{name}",
+            every=None,
+            keep=self.keep,
+            storage_options=self._options,
+        )
+        made.signals, made.asynchronous = self.signals, self.asynchronous
+        made.busy, made.on_error = self.busy, self.on_error
         made._seconds, made._clock = self._seconds, self._clock
         return made
 
@@ -113,49 +157,103 @@ class Checkpoints:
             )
 
     def begin(self, run: Run) -> None:
-        """Count the intervals from here."""
-        self._saved_at, self._saved_step = self._clock(), run.step
-        self._saved_epochs = self._ended = run.epoch + (run.state == "epoch_end")
+        """Count the intervals from here: multiples of steps and of epochs, and seconds."""
+        ended = run.epoch + (run.state == "epoch_end")
+        self._next_step = _multiple(self._steps, run.step)
+        self._next_epoch = _multiple(self._epochs, ended)
+        self._next_time = inf if self._seconds is None else self._clock() + self._seconds
+        if self._writer.error is not None:  # it came while this was counted
+            self._look()
 
-    def due(self, run: Run, state: str) -> bool:
-        """Whether a periodic save is due in `state`, an epoch counting as ended in `epoch_end`."""
-        if state == "epoch_end":
-            self._ended = run.epoch + 1
-        elif run.epoch > self._ended:
-            self._ended = run.epoch
+    def due(self, run: Run) -> bool:
+        """Whether something was asked for, or a periodic save is due; asked in each state.
+
+        In `epoch_end` the running epoch counts as ended.
+        """
         return (
-            (self._steps is not None and run.step // self._steps > self._saved_step // self._steps)
-            or (
-                self._epochs is not None
-                and self._ended // self._epochs > self._saved_epochs // self._epochs
-            )
-            or (self._seconds is not None and self._clock() - self._saved_at >= self._seconds)
+            run.request is not None
+            or run.step >= self._next_step
+            or run.epoch >= self._next_epoch
+            or (self._next_time != inf and self._clock() >= self._next_time)
+            or (run.state == "epoch_end" and run.epoch + 1 >= self._next_epoch)
         )
 
     def chosen(self, state: str) -> bool:
         """Whether periodic saves are made in `state`."""
         return not self.at or state in self.at
 
-    def save(self, run: Run, snapshot: Snapshot, state: str) -> Record:
-        """Store `snapshot`, and remove what `keep` does not keep.
+    def settle(self, run: Run) -> None:
+        """Raise, or log, why the save that was being written has failed; else do nothing."""
+        error = self._writer.take_error()
+        if error is None:
+            return
+        self.begin(run)
+        if self.on_error == "raise" or not isinstance(error, CheckpointError):
+            raise error
+        log.warning("a checkpoint was not saved: %s", error)
+
+    def skips(self, run: Run) -> bool:
+        """Whether a periodic save is left out because an earlier one is still being written."""
+        if self.busy == "wait" or not self._writer.busy:
+            return False
+        self.begin(run)
+        log.info("no checkpoint at step %d: the last one is still being written", run.step)
+        return True
+
+    def save(self, run: Run, snapshot: Snapshot, state: str, *, last: bool = False) -> None:
+        """Store `snapshot` as it is now, and remove what `keep` does not keep.
+
+        It may still be being written on return, except the `last` one. An earlier one is finished
+        first.
 
         Raises:
             CheckpointError: it could not be stored; what was stored before is untouched.
         """
+        self._writer.wait()
+        if not last:
+            self.settle(run)
+        elif (error := self._writer.take_error()) is not None:
+            log.warning("a checkpoint was not saved: %s; this one follows", error)
+        self.begin(run)
+        store = partial(self._store, step=run.step, state=state, began=time.perf_counter())
+        try:
+            if last or not self.asynchronous or not self._started(snapshot, store):
+                store(lambda file: container.write(snapshot, file))
+        except CheckpointError as error:
+            if last or self.on_error == "raise":
+                raise
+            log.warning("a checkpoint was not saved: %s", error)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Finish what is being written, or stop it if it is to end `at_once`; log if it failed."""
+        self._writer.close(at_once=at_once)
+        self.store.close(at_once=at_once)
+        error = self._writer.take_error()
+        if error is not None:
+            log.error("a checkpoint was not saved: %s", error)
+
+    def _look(self) -> None:
+        """Make the run look at once at what the writer has met; called in the writer's thread."""
+        self._next_step = -inf
+
+    def _started(self, snapshot: Snapshot, store: Callable[[Write], None]) -> bool:
+        try:
+            self._writer.start(snapshot, store)
+        except (OSError, MemoryError, RuntimeError) as error:
+            log.warning("no memory to save asynchronously (%r): training waits for it", error)
+            self.asynchronous = False
+        return self.asynchronous
+
+    def _store(self, write: Write, *, step: int, state: str, began: float) -> None:
         record = self.store.save(
-            lambda file: container.write(snapshot, file),
-            step=run.step,
-            state=state,
-            versions={"torch": str(torch.__version__)},
+            write, step=step, state=state, versions={"torch": str(torch.__version__)}
         )
-        self._saved_at, self._saved_step = self._clock(), run.step
-        self._saved_epochs = self._ended
+        self.time_to_save = time.perf_counter() - began
+        log.info("saved %s in state %r at %s", record.id, state, self.url)
         try:
             self.store.prune(self.keep)
         except CheckpointError as error:  # the save is made: training goes on
             log.warning("%s; older checkpoints stay", error)
-        log.info("saved %s in state %r at %s", record.id, state, self.url)
-        return record
 
     def newest(self) -> tuple[Record, Snapshot] | None:
         """Return the newest checkpoint that is whole; None if there is none at all.
@@ -164,6 +262,24 @@ class Checkpoints:
             CheckpointError: there are checkpoints, but none is whole, or they cannot be read.
         """
         return self.store.newest(read)
+
+
+def _store(
+    url: str | os.PathLike[str],
+    mirror: str | os.PathLike[str] | None,
+    options: Mapping[str, Any] | None,
+) -> Store | Mirrored:
+    if mirror is None:
+        return Store(url, storage_options=options)
+    first = Store(url)
+    second = Store(mirror, storage_options=options, uid=first.uid)
+    if first.url.rstrip("/") == second.url.rstrip("/"):
+        raise CheckpointError(f"mirror={second.url!r} is the place itself: name another")
+    return Mirrored(first, second)
+
+
+def _multiple(interval: int | None, now: int) -> float:
+    return inf if interval is None else (now // interval + 1) * interval
 
 
 def read(file: BinaryIO) -> Snapshot:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import msgpack
@@ -204,7 +205,7 @@ class Encoder:
         except UnstorableError as error:
             raise self._refusal(str(error)) from error
         self.names.setdefault("/".join(map(str, self._path)), number)
-        return msgpack.ExtType(TENSOR, struct.pack("<I", number))
+        return _tensor_ref(number)
 
     def _array(self, array: np.ndarray[Any, Any]) -> list[Any]:
         dtype = self._dtype(array.dtype)
@@ -386,6 +387,12 @@ def _plain_key(key: object) -> bool:
     return type(key) is int and -(1 << 63) <= key < 1 << 64
 
 
+@lru_cache(maxsize=1 << 16)  # made for each tensor of each save
+def _tensor_ref(number: int) -> Any:
+    return msgpack.ExtType(TENSOR, struct.pack("<I", number))
+
+
+@cache
 def _tag(code: int) -> Any:
     return msgpack.ExtType(code, b"")
 

@@ -32,9 +32,11 @@ def unequal(a: Any, b: Any) -> list[str]:
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and value of everything in a tree that is no container."""
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        yield f"{path}.type", type(tree).__name__
         for field in dataclasses.fields(tree):
             yield from leaves(getattr(tree, field.name), f"{path}.{field.name}".lstrip("."))
     elif isinstance(tree, dict):
+        yield f"{path}.type", type(tree).__name__
         for key, item in tree.items():
             yield from leaves(item, f"{path}[{key!r}]")
     elif isinstance(tree, (list, tuple)):
@@ -51,10 +53,10 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         facts = [(t.dtype, t.shape, t.stride(), t.requires_grad) for t in (a, b)]
         return facts[0] == facts[1] and _bytes(a) == _bytes(b)
-    if isinstance(a, np.ndarray):
+    if isinstance(a, (np.ndarray, np.generic)):
         return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
-    if isinstance(a, float):
-        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, (float, complex)):
+        return struct.pack("dd", a.real, a.imag) == struct.pack("dd", b.real, b.imag)
     return bool(a == b)
 
 

@@ -8,36 +8,18 @@ reading checks every byte of the file before a value is built from it.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-import xxhash
 
 from statetrain.errors import CheckpointError
-from statetrain.persist.codec import MAX_INDEX, DamagedError, Decoder, Encoder, Opaque, pack
-from statetrain.persist.layout import (
-    ALIGN,
-    CHUNK,
-    HEAD,
-    LARGE,
-    MAJOR,
-    PAGE,
-    TAIL,
-    Segment,
-    Tables,
-    ends,
-    fill,
-    header,
-    open_tables,
-    require,
-    trailer,
-    up,
-)
-from statetrain.persist.tensors import Blob, byte_view, rebuild
+from statetrain.persist.chunks import read_chunks, read_spans, verify
+from statetrain.persist.codec import DamagedError, Decoder, Opaque
+from statetrain.persist.layout import Segment, Tables, ends, open_tables
+from statetrain.persist.plan import Plan, Writable, push, slices
+from statetrain.persist.tensors import byte_view, memory, rebuild
 
 __all__ = [
     "DamagedError",
@@ -49,17 +31,9 @@ __all__ = [
     "identify",
     "read",
     "read_index",
+    "read_into",
     "write",
 ]
-
-SMALL = 256 << 10  # smaller pieces are joined before they are written
-
-
-class Writable(Protocol):
-    """What a segment is written to: a file, a socket's file, a store's stream."""
-
-    def write(self, data: Any, /) -> Any:
-        """Write `data`, or as much of it as the returned number says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,28 +66,8 @@ def write(tree: object, file: Writable, *, uuid: bytes | None = None) -> Segment
     Raises:
         CheckpointError: something in the tree cannot be stored; nothing has been written then.
     """
-    plan = _Plan(tree, os.urandom(16) if uuid is None else uuid)
-    sink = _Sink(file)
-    sink.write(header(plan.uuid))
-    sink.hashing = True
-    for blob, offset in zip(plan.blobs, plan.offsets, strict=True):
-        sink.pad(offset)
-        for piece in blob.pieces(CHUNK):
-            sink.write(piece)
-    sink.end_chunk()
-    sink.hashing = False
-    sink.pad(plan.index_off)
-    index = plan.index(b"".join(sink.digests))
-    sink.write(index)
-    segment = Segment(
-        nbytes=plan.nbytes,
-        index_off=plan.index_off,
-        index_len=len(index),
-        index_digest=xxhash.xxh3_128_digest(index),
-    )
-    sink.write(trailer(segment, plan.uuid, plan.data_end))
-    sink.flush()
-    return segment
+    plan = Plan(tree, uuid=uuid)
+    return push(plan, file, slices(plan), aside=True)
 
 
 def check(tree: object) -> int:
@@ -122,7 +76,7 @@ def check(tree: object) -> int:
     Raises:
         CheckpointError: exactly what `write` would raise.
     """
-    return _Plan(tree, bytes(16)).nbytes
+    return Plan(tree).nbytes
 
 
 def read(file: BinaryIO) -> object:
@@ -135,7 +89,8 @@ def read(file: BinaryIO) -> object:
         CheckpointError: they were written by a newer version, or hold a class unknown here.
     """
     tables = open_tables(file)
-    buffers = _read_blobs(file, tables)
+    buffers = [_storage(nbytes) for _, nbytes, _, _ in tables.blobs]
+    read_chunks(file, tables, [memory(buffer) for buffer in buffers])
     storages = [
         _storage(nbytes, device="meta" if device == "meta" else "cpu")
         if blob is None
@@ -158,6 +113,48 @@ def read(file: BinaryIO) -> object:
         return flat.reshape(shape, order=order)  # type: ignore[call-overload]  # "C" or "F"
 
     return Decoder(tensor, array).decode(tables.tree)
+
+
+def read_into(file: BinaryIO, tree: object) -> None:
+    """Give the tensors in `tree` the values that `file` has under their names, in place.
+
+    They must be the same in shape, stride, dtype, and in what they share memory with. Nothing is
+    changed before every byte of the file was verified.
+
+    Raises:
+        CheckpointError: the file has none, or another one, of a name; or it is damaged.
+    """
+    tables, plan = open_tables(file), Plan(tree)
+    places: dict[int, int] = {}
+    other = [name for name in plan.names if not _matches(name, plan, tables, places)]
+    if other or len(set(places.values())) < len(places):
+        raise CheckpointError(
+            f"the file's tensors are not those of the tree: {', '.join(other[:5]) or 'other ties'}"
+        )
+    verify(file, tables)
+    spans: list[tuple[int, memoryview]] = []
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for here, there in places.items():
+        number = tables.storages[there][0]
+        if number is not None:
+            target = plan.blobs[plan.storages[here][0]].bytes()
+            landing = target if target.is_cpu else torch.empty_like(target, device="cpu")
+            spans.append((tables.blobs[number][0], landing.numpy().data))
+            copied.append((target, landing))
+    read_spans(file, spans)
+    for target, landing in copied:
+        if landing is not target:
+            target.copy_(landing)
+
+
+def _matches(name: str, plan: Plan, tables: Tables, places: dict[int, int]) -> bool:
+    """Tell if the file has the same tensor of this name, and note whose storage is whose."""
+    if name not in tables.names:
+        return False
+    here, there = plan.tensors[plan.names[name]], tables.tensors[tables.names[name]]
+    sizes = plan.storages[here[0]][1], tables.storages[there[0]][1]
+    together = places.setdefault(here[0], there[0]) == there[0]
+    return here[1:5] == there[1:5] and sizes[0] == sizes[1] and together
 
 
 def read_index(file: BinaryIO) -> Index:
@@ -196,145 +193,6 @@ def identify(file: BinaryIO) -> Segment:
     return ends(file)[0]
 
 
-class _Plan:
-    """Everything about a segment but its data: decided before the first byte is written."""
-
-    def __init__(self, tree: object, uuid: bytes) -> None:
-        encoder = Encoder()
-        self.uuid = uuid
-        self._tree = encoder.encode(tree)
-        self._names = encoder.names
-        self._storages, self._tensors = encoder.table.close()
-        self.blobs: list[Blob] = encoder.table.blobs
-        self.offsets: list[int] = []
-        end = HEAD
-        for blob in self.blobs:
-            offset = up(end, PAGE if blob.nbytes >= LARGE else ALIGN)
-            self.offsets.append(offset)
-            end = offset + blob.nbytes
-        self.data_end = end
-        self.index_off = up(end, PAGE)
-        chunks = -(-(end - HEAD) // CHUNK)
-        self.index_len = len(self.index(bytes(16 * chunks)))
-        if self.index_len > MAX_INDEX:
-            raise CheckpointError(
-                f"the state's index takes {self.index_len} bytes, the limit is {MAX_INDEX}: "
-                "keep long lists of numbers as arrays or tensors"
-            )
-        self.nbytes = self.index_off + self.index_len + TAIL
-
-    def index(self, chunks: bytes) -> bytes:
-        spans = zip(self.offsets, self.blobs, strict=True)
-        return pack(
-            {
-                "v": MAJOR,
-                "seg": self.uuid,
-                "chunks": chunks,
-                "blobs": [[offset, blob.nbytes, None, None] for offset, blob in spans],
-                "storages": self._storages,
-                "tensors": self._tensors,
-                "names": self._names,
-                "tree": self._tree,
-            }
-        )
-
-
-class _Sink:
-    """Count, join and hash what goes to a file."""
-
-    def __init__(self, file: Writable) -> None:
-        self.hashing = False
-        self.digests: list[bytes] = []
-        self._file = file
-        self._hash = xxhash.xxh3_128()
-        self._in_chunk = 0
-        self._at = 0
-        self._small = bytearray()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._at += len(data)
-        if self.hashing:
-            self._update(memoryview(data))
-        if len(data) < SMALL:
-            self._small += data
-            if len(self._small) >= LARGE:
-                self.flush()
-        else:
-            self.flush()
-            _write_all(self._file, memoryview(data))
-
-    def pad(self, offset: int) -> None:
-        self.write(bytes(offset - self._at))
-
-    def flush(self) -> None:
-        if self._small:
-            _write_all(self._file, memoryview(self._small))
-            self._small = bytearray()
-
-    def end_chunk(self) -> None:
-        if self._in_chunk:
-            self.digests.append(self._hash.digest())
-            self._hash = xxhash.xxh3_128()
-            self._in_chunk = 0
-
-    def _update(self, data: memoryview) -> None:
-        while data:
-            part = data[: CHUNK - self._in_chunk]
-            self._hash.update(part)
-            self._in_chunk += len(part)
-            data = data[len(part) :]
-            if self._in_chunk == CHUNK:
-                self.end_chunk()
-
-
-def _read_blobs(file: BinaryIO, tables: Tables) -> list[torch.UntypedStorage]:
-    """Read the data in one pass, each blob straight into its storage, and check every chunk."""
-    buffers = [_storage(nbytes) for _, nbytes, _, _ in tables.blobs]
-    digests: list[bytes] = []
-    hasher, in_chunk = xxhash.xxh3_128(), 0
-    file.seek(HEAD)
-    for piece in _targets(tables, buffers):
-        target = piece
-        while target:
-            part = target[: CHUNK - in_chunk]
-            fill(file, part)
-            hasher.update(part)
-            in_chunk += len(part)
-            target = target[len(part) :]
-            if in_chunk == CHUNK:
-                _check_chunk(tables, digests, hasher.digest())
-                hasher, in_chunk = xxhash.xxh3_128(), 0
-    if in_chunk:
-        _check_chunk(tables, digests, hasher.digest())
-    return buffers
-
-
 def _storage(nbytes: int, *, device: str = "cpu") -> torch.UntypedStorage:
     storage: torch.UntypedStorage = torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
     return storage
-
-
-def _targets(tables: Tables, buffers: list[torch.UntypedStorage]) -> Iterator[memoryview]:
-    end = HEAD
-    for (offset, nbytes, _, _), buffer in zip(tables.blobs, buffers, strict=True):
-        while end < offset:  # not at once: a wide gap is memory that the file does not hold
-            gap = min(offset - end, CHUNK)
-            yield memoryview(bytearray(gap))
-            end += gap
-        yield byte_view(buffer).numpy().data
-        end = offset + nbytes
-
-
-def _check_chunk(tables: Tables, digests: list[bytes], digest: bytes) -> None:
-    number = len(digests)
-    require(
-        tables.chunks[16 * number : 16 * number + 16] == digest,
-        f"bytes {HEAD + number * CHUNK} to {HEAD + (number + 1) * CHUNK} are not what was written",
-    )
-    digests.append(digest)
-
-
-def _write_all(file: Writable, data: memoryview) -> None:
-    while data:
-        count = file.write(data)
-        data = data[count if isinstance(count, int) and count > 0 else len(data) :]

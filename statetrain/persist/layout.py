@@ -29,6 +29,7 @@ __all__ = [
     "open_tables",
     "read_at",
     "require",
+    "rest",
     "trailer",
     "up",
 ]
@@ -90,6 +91,7 @@ class Tables:
             require(type(offset) is int and type(nbytes) is int, "a blob's place is no number")
             require(digest is None and elsewhere is None, "a blob lies in another segment")
             require(offset % ALIGN == 0 and offset >= end and nbytes >= 0, "blobs overlap")
+            require(offset - end < PAGE, "there is a hole between blobs")
             end = offset + nbytes
         require(end == self.data_end, "the blobs do not end where the data ends")
 
@@ -186,6 +188,15 @@ def fill(file: BinaryIO, target: memoryview) -> None:
             target[:count] = data
         require(bool(count), "it ends too early")
         target = target[count:]
+
+
+def rest(pieces: list[memoryview], count: int) -> list[memoryview]:
+    """Return what of `pieces` is left when the first `count` bytes are done."""
+    done = 0
+    while done < len(pieces) and count >= len(pieces[done]):
+        count -= len(pieces[done])
+        done += 1
+    return [pieces[done][count:], *pieces[done + 1 :]] if count else pieces[done:]
 
 
 def read_at(file: BinaryIO, offset: int, size: int) -> bytes:

@@ -85,7 +85,7 @@ class LocalFiles:
         with open(self._path(name), "rb") as file:
             return file.read()
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str, size: int | None = None) -> BinaryIO:
         """Open the file `name` for reading."""
         return open(self._path(name), "rb")
 
@@ -111,6 +111,9 @@ class LocalFiles:
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+    def renew(self) -> None:
+        """Do nothing: there is no connection to be lost."""
 
     def settle(self, folder: str) -> None:
         """Make removals from `folder` durable before what depends on them is removed."""
@@ -139,7 +142,7 @@ class Lock:
         self._file: io.FileIO | None = None
 
     def acquire(self) -> None:
-        """Take the lock, or say who has it.
+        """Take the lock, or say who has it. A folder that is removed meanwhile is made again.
 
         Raises:
             CheckpointError: another live writer has it.
@@ -167,6 +170,11 @@ class Lock:
                 raise
             log.info("%s cannot be locked here: %s", self.path, error)
             return
+        if not _is_at(file, self.path):
+            file.close()
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            self.acquire()
+            return
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
@@ -181,6 +189,13 @@ class Lock:
 
     def __del__(self) -> None:
         self.release()
+
+
+def _is_at(file: io.FileIO, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _let_go_in_child() -> None:

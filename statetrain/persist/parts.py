@@ -21,7 +21,9 @@ __all__ = [
     "buffers",
     "extra_states",
     "kind_of",
+    "parameters",
     "restore_weights",
+    "submodules",
     "weight_differences",
 ]
 
@@ -37,6 +39,7 @@ class Part:
     state: Any
 
 
+COMPILED = "_orig_mod"  # where torch.compile(module) keeps the module it wraps
 CLASSES = ((nn.Module, "module"), (Optimizer, "optimizer"), (randomness.Rng, "generator"))
 
 
@@ -66,9 +69,23 @@ def kind_of(value: Any) -> str | None:
     return None
 
 
+def submodules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the module and all in it by name; `torch.compile` around one changes no name."""
+    return {_canonical(name): owner for name, owner in module.named_modules()}
+
+
+def _canonical(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
+def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by their names, as `submodules` has them."""
+    return {_canonical(name): parameter for name, parameter in module.named_parameters()}
+
+
 def buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield all buffers, also None and those that `state_dict` leaves out as not persistent."""
-    for prefix, owner in module.named_modules():
+    for prefix, owner in submodules(module).items():
         for name, buffer in owner._buffers.items():  # noqa: SLF001 - named_buffers() skips None
             yield f"{prefix}.{name}" if prefix else name, buffer
 
@@ -77,7 +94,7 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
     """Return what submodules with `get_extra_state` keep beside parameters and buffers."""
     return {
         name: owner.get_extra_state()
-        for name, owner in module.named_modules()
+        for name, owner in submodules(module).items()
         if type(owner).get_extra_state is not nn.Module.get_extra_state
     }
 
@@ -92,37 +109,38 @@ def _any_part(items: list[Any]) -> bool:
 
 
 def _capture_module(module: nn.Module) -> dict[str, Any]:
-    parameters = list(module.named_parameters())
-    for name, parameter in parameters:
+    live = parameters(module)
+    for name, parameter in live.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CheckpointError(
                 f"parameter {name!r} of {type(module).__name__} has no shape yet: call the module "
                 "with a batch before fit, so that its lazy layers are made"
             )
     return {
-        "parameters": {name: p.detach() for name, p in parameters},
-        "requires_grad": {name: p.requires_grad for name, p in parameters},
-        "gradients": {name: _gradient(p) for name, p in parameters},
+        "parameters": {name: p.detach() for name, p in live.items()},
+        "requires_grad": {name: p.requires_grad for name, p in live.items()},
+        "gradients": {name: _gradient(p) for name, p in live.items()},
         "buffers": {name: None if b is None else b.detach() for name, b in buffers(module)},
-        "training": {name: owner.training for name, owner in module.named_modules()},
+        "training": {name: owner.training for name, owner in submodules(module).items()},
         "extra": extra_states(module),
     }
 
 
 def _restore_module(module: nn.Module, state: dict[str, Any]) -> None:
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters(module).items():
         _restore_parameter(parameter, {
             "data": state["parameters"][name],
             "gradient": state["gradients"][name],
             "requires_grad": state["requires_grad"][name],
         })  # fmt: skip
+    owners = submodules(module)
     for name, saved in state["buffers"].items():
         prefix, _, leaf = name.rpartition(".")
-        _restore_buffer(module.get_submodule(prefix), leaf, saved)
-    for name, training in state["training"].items():
-        module.get_submodule(name).training = training
+        _restore_buffer(owners[prefix], leaf, saved)
+    for name, owner in module.named_modules():
+        owner.training = state["training"][_canonical(name)]
     for name, extra in state["extra"].items():
-        module.get_submodule(name).set_extra_state(extra)
+        owners[name].set_extra_state(extra)
 
 
 def _restore_buffer(owner: nn.Module, name: str, saved: torch.Tensor | None) -> None:
@@ -137,15 +155,15 @@ def _restore_buffer(owner: nn.Module, name: str, saved: torch.Tensor | None) -> 
 def _module_differences(module: nn.Module, state: dict[str, Any], path: str) -> list[str]:
     found: list[str] = []
     for what, word, live in (
-        ("parameters", "parameter", dict(module.named_parameters())),
+        ("parameters", "parameter", parameters(module)),
         ("buffers", "buffer", dict(buffers(module))),
-        ("training", "submodule", dict(module.named_modules())),
+        ("training", "submodule", submodules(module)),
         ("extra", "extra state", extra_states(module)),
     ):
         saved = state[what]
         found += [f"{path}.{n}: a {word} only in this run" for n in live if n not in saved]
         found += [f"{path}.{n}: a {word} only in the checkpoint" for n in saved if n not in live]
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters(module).items():
         if name in state["parameters"]:
             found += _tensor_differences(parameter, state["parameters"][name], f"{path}.{name}")
     return found
@@ -153,17 +171,18 @@ def _module_differences(module: nn.Module, state: dict[str, Any], path: str) -> 
 
 def weight_differences(module: nn.Module, part: Part, path: str) -> list[str]:
     """Name the parameters and buffers in which a saved module does not fit `module`."""
-    state = {**part.state, "training": dict.fromkeys(dict(module.named_modules()), True)}
+    state = {**part.state, "training": dict.fromkeys(submodules(module), True)}
     return _module_differences(module, {**state, "extra": extra_states(module)}, path)
 
 
 def restore_weights(module: nn.Module, part: Part) -> None:
     """Give the module the parameters and buffers of a saved one, and nothing else."""
-    for name, parameter in module.named_parameters():
+    owners = submodules(module)
+    for name, parameter in parameters(module).items():
         _set_data(parameter, part.state["parameters"][name])
     for name, saved in part.state["buffers"].items():
         prefix, _, leaf = name.rpartition(".")
-        _restore_buffer(module.get_submodule(prefix), leaf, saved)
+        _restore_buffer(owners[prefix], leaf, saved)
 
 
 def _capture_parameter(value: torch.Tensor) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import dis
 import functools
 import hashlib
 import random
+import struct
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -129,7 +130,7 @@ def set_state(rng: Rng, state: Any) -> None:
 
 
 class Lane:
-    """Keep private streams of python, numpy and torch (CPU) that replace the global ones inside.
+    """Keep private streams of python, numpy and torch that replace the global ones inside.
 
         lane = Lane(seed, "order", epoch)
         with lane:
@@ -138,7 +139,8 @@ class Lane:
 
     A lane goes on where it was when it is entered again; `lasting=False` drops its position when it
     is left, which is cheaper, so `seed` it before each use. What it draws depends on its key alone,
-    whatever the process. Streams of cuda devices are not exchanged.
+    whatever the process. The streams of cuda devices are exchanged too, once this process uses
+    cuda; where it begins to inside a lane, from the next time on.
     """
 
     def __init__(self, *key: int | str, lasting: bool = True) -> None:
@@ -202,17 +204,23 @@ class Lane:
             bits = getattr(np.random, numpy["bit_generator"])(0)
             bits.state = numpy
             gauss = {key: numpy[key] for key in ("has_gauss", "gauss")}
-            self._mine = (state["python"], bits, gauss, state["torch"])
+            cuda = list(state.get("cuda", ()))
+            self._mine = (state["python"], bits, gauss, state["torch"], cuda)
 
     def _sow(self, found: bytes) -> None:
-        random.seed(int.from_bytes(found[:8], "little"))
-        np.random.seed(int.from_bytes(found[8:12], "little"))
-        torch.default_generator.manual_seed(int.from_bytes(found[12:20], "little") >> 1)
+        python, numpy, seed = _SEEDS.unpack_from(found)
+        random.seed(python)
+        np.random.seed(numpy)
+        torch.default_generator.manual_seed(seed >> 1)
+        for generator in _cuda():
+            generator.manual_seed(seed >> 1)
         self._digest = None
 
 
-_Streams = tuple[Any, Any, dict[str, Any], torch.Tensor]
-"""python's state, numpy's bit generator object, numpy's kept half of a pair of normals, torch's."""
+_SEEDS = struct.Struct("<QIQ")  # of python, numpy and torch, in a digest
+
+_Streams = tuple[Any, Any, dict[str, Any], torch.Tensor, list[torch.Tensor]]
+"""python's state, numpy's bit generator object and kept half of a pair, torch's, each device's."""
 
 
 class _NoBits:
@@ -229,6 +237,13 @@ class _NoBits:
 _NO_BITS = _NoBits()
 
 
+def _cuda() -> tuple[torch.Generator, ...]:
+    """Return the generator of each cuda device; none where this process does not use cuda."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ()
+    return torch.cuda.default_generators
+
+
 def _take() -> _Streams:
     bits = _get_bits()
     _LEGACY._bit_generator = _NO_BITS  # noqa: SLF001  # see _NoBits
@@ -237,11 +252,12 @@ def _take() -> _Streams:
     finally:
         _LEGACY._bit_generator = bits  # noqa: SLF001
     gauss: Any = {key: found[key] for key in ("has_gauss", "gauss")}
-    return random.getstate(), bits, gauss, torch.default_generator.get_state()
+    cuda = [generator.get_state() for generator in _cuda()]
+    return random.getstate(), bits, gauss, torch.default_generator.get_state(), cuda
 
 
 def _put(streams: _Streams) -> None:
-    python, bits, gauss, state = streams
+    python, bits, gauss, state, cuda = streams
     random.setstate(python)
     _set_bits(bits)
     if gauss["has_gauss"]:
@@ -252,11 +268,14 @@ def _put(streams: _Streams) -> None:
             _LEGACY._bit_generator = bits  # noqa: SLF001
             _NO_BITS.__init__()  # type: ignore[misc]  # set_state wrote to it
     torch.default_generator.set_state(state)
+    for generator, device_state in zip(_cuda(), cuda, strict=False):  # a device may be new
+        generator.set_state(device_state)
 
 
 def _plain(streams: _Streams) -> dict[str, Any]:
-    python, bits, gauss, state = streams
-    return {"python": python, "numpy": {**bits.state, **gauss}, "torch": state}
+    python, bits, gauss, state, cuda = streams
+    tree = {"python": python, "numpy": {**bits.state, **gauss}, "torch": state}
+    return {**tree, "cuda": cuda} if cuda else tree
 
 
 MAX_DEPTH = 8

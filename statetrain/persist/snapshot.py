@@ -16,7 +16,15 @@ from torch import nn
 
 from statetrain.errors import CheckpointError
 from statetrain.persist import randomness
-from statetrain.persist.parts import KINDS, Part, buffers, extra_states, kind_of
+from statetrain.persist.parts import (
+    KINDS,
+    Part,
+    buffers,
+    extra_states,
+    kind_of,
+    parameters,
+    submodules,
+)
 from statetrain.run import KIND, Run
 
 __all__ = [
@@ -242,7 +250,7 @@ def _parameter_names(run: Run) -> dict[int, str]:
     names: dict[int, str] = {}
     for path, live in live_parts(run):
         if isinstance(live, nn.Module):
-            names.update({id(p): f"{path}.{name}" for name, p in live.named_parameters()})
+            names.update({id(p): f"{path}.{name}" for name, p in parameters(live).items()})
         elif isinstance(live, torch.Tensor):
             names[id(live)] = path
     return names
@@ -285,16 +293,17 @@ def _volatile(modules: list[tuple[str, nn.Module]]) -> dict[str, Any]:
 
 def _set_volatile(modules: list[tuple[str, nn.Module]], taken: dict[str, Any]) -> None:
     for path, module in modules:
+        owners = submodules(module)
         for name, saved in taken[path]["buffers"].items():
             prefix, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(prefix)._buffers  # noqa: SLF001 - torch has no setter
+            owner = owners[prefix]._buffers  # noqa: SLF001 - torch has no setter
             live = owner.get(leaf)
             if live is None or saved is None or live.shape != saved.shape:
                 owner[leaf] = None if saved is None else saved.clone()
             elif not torch.equal(live, saved):
                 live.data.copy_(saved)  # .data: autograd must not see the graph's buffers change
         for name, extra in taken[path]["extra"].items():
-            module.get_submodule(name).set_extra_state(extra)
+            owners[name].set_extra_state(extra)
 
 
 def _streams(run: Run) -> dict[str, Any]:

@@ -12,71 +12,110 @@ It knows neither torch nor runs. docs/format.md has the reasons.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import BinaryIO, TypeVar
+from functools import partial
+from typing import Any, BinaryIO, TypeVar
 
 from statetrain.errors import CheckpointError
 from statetrain.persist.codec import DamagedError
 from statetrain.persist.container import Segment, identify
+from statetrain.persist.failures import explained, retried
 from statetrain.persist.local import LocalFiles, Lock
 from statetrain.persist.record import Parent, Record, Shard, order_of
 from statetrain.persist.remote import Files, files_at
 
-__all__ = ["Store"]
+__all__ = ["Store", "SupersededError", "newest_of"]
 
 log = logging.getLogger("statetrain")
 T = TypeVar("T")
 
-TRIES = 4
-PAUSE = 0.5  # seconds before the first retry; doubled each time
+LEAST = 2  # whole checkpoints that always stay
+LISTINGS = 5  # times that a listing is read again when what it named was pruned meanwhile
+SLICE = 8 << 20
 _CLAIM = re.compile(r"g(\d{6,9})-([0-9a-f]{8})")
+
+
+class SupersededError(CheckpointError):
+    """A newer writer has taken over."""
+
+
+class MissingError(DamagedError):
+    """What a listing named is not there: it was pruned meanwhile, or is lost."""
 
 
 class Store:
     """Checkpoints under `url`: a local path, or any URL that fsspec can open.
 
-    Making a store and reading from it write nothing. `pause` waits between retries.
+    Making a store and reading from it write nothing. `storage_options` goes to the URL's file
+    system. `uid` names the writer, and is random unless given. `pause` waits between retries.
 
     Raises:
-        CheckpointError: the URL's kind is unknown, or the package for it is missing.
+        CheckpointError: the URL's kind is unknown, the package for it is missing, or it cannot be
+            reached.
     """
 
     def __init__(
-        self, url: str | os.PathLike[str], *, pause: Callable[[float], None] = time.sleep
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        uid: str | None = None,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.url = os.fspath(url)
         self.acknowledged: Record | None = None
+        self.held: set[str] = set()  # ids that are never removed, because something reads them
         self._pause = pause
-        self._uid = secrets.token_hex(4)
+        self._uid = uid or secrets.token_hex(4)
         self._gen = 0
         self._saves = 0
         self._torn = False
         self._run_id = ""
         self._parent: Record | None = None
+        self._origin = ""  # the id of the parent of this run
+        self._damaged: set[str] = set()
         self._lock: Lock | None = None
-        self._files: Files = files_at(self.url)
+        with self._explained("open"):
+            self._files: Files = retried(
+                lambda: files_at(self.url, storage_options), url=self.url, pause=pause
+            )
 
     @property
     def folder(self) -> str | None:
         """The folder of a local store; None for a remote one."""
         return self._files.root if isinstance(self._files, LocalFiles) else None
 
-    def claim(self) -> int:
+    @property
+    def uid(self) -> str:
+        """The name of this writer."""
+        return self._uid
+
+    def claim(self, above: int = 0) -> int:
         """Begin to write: return a generation newer than all before, and stop older writers."""
         with self._explained("begin writing"):
-            gen = 1 + max((order[0] for order in self._orders()), default=0)
+            gen = 1 + max((above, *(order[0] for order in self._orders())))
             known = self._parent or next(iter(self.records()), None)
-            self._run_id = known.run_id if known else secrets.token_hex(8)
-            self._files.put(f"claims/g{gen:06d}-{self._uid}", f"{os.getpid()}\n".encode())
+            self._run_id = self._run_id or (known.run_id if known else secrets.token_hex(8))
+            claim = f"{os.getpid()}\n".encode()
+            self._retried(lambda: self._files.put(f"claims/g{gen:06d}-{self._uid}", claim))
         self._gen, self._saves = gen, 0
+        self._origin = self._parent.id if self._parent else ""
         return gen
+
+    def generation(self) -> int:
+        """Return the newest generation that has begun to write here; 0 if none has."""
+        with self._explained("list"):
+            return max((order[0] for order in self._orders()), default=0)
+
+    def descend(self, record: Record) -> None:
+        """Make the run that is written here a child of one that is stored elsewhere."""
+        self._parent, self._run_id = record, secrets.token_hex(8)
 
     def save(
         self,
@@ -88,6 +127,8 @@ class Store:
         versions: Mapping[str, str] | None = None,
     ) -> Record:
         """Store what `write` writes as a new checkpoint; on return it is there and read back.
+
+        `write` is called again, from the beginning, after an error of the store that may pass.
 
         Raises:
             CheckpointError: it could not be stored, or a newer writer has taken over. What was
@@ -113,7 +154,11 @@ class Store:
             tags=tuple(tags),
         )
         with self._explained("save to"):
-            record = self._written(record, write)
+            try:
+                record = self._written(record, write)
+            except FileNotFoundError:
+                self._fence(record)  # the newer writer has swept it away while it was written
+                raise
             self._fence(record)
             self._commit(record)
         self.acknowledged = self._parent = record
@@ -136,26 +181,53 @@ class Store:
             CheckpointError: there are checkpoints but none is whole; or the store cannot be read,
                 which never leads to an older checkpoint; or `read` says that it does not fit.
         """
-        damage: list[str] = []
+        return newest_of([self], read)
+
+    def ids(self) -> list[str]:
+        """Return the ids of all commits, newest first."""
+        with self._explained("list"):
+            return self._ids()
+
+    def load(self, key: str, read: Callable[[BinaryIO], T]) -> tuple[Record, T]:
+        """Return the checkpoint `key` and what `read` made of it.
+
+        Raises:
+            DamagedError: it is not whole.
+        """
         with self._explained("read"):
-            for key in self._ids():
+            try:
                 record = self._record(key)
-                try:
-                    if isinstance(record, DamagedError):
-                        raise record
-                    value = self._read(record, read)
-                except DamagedError as error:
-                    log.warning("checkpoint %s in %s is damaged: %s", key, self.url, error)
-                    damage.append(f"{key}: {error}")
-                    continue
-                self._parent = record
-                return record, value
-        if damage:
-            raise CheckpointError(
-                f"no checkpoint in {self.url} is whole ({'; '.join(damage)}): restore one from a "
-                "copy, or name another place to start afresh"
-            )
-        return None
+                if isinstance(record, DamagedError):
+                    raise record
+                return record, self._read(record, read)
+            except MissingError:
+                raise
+            except DamagedError:
+                self._damaged.add(key)
+                raise
+
+    def continue_from(self, record: Record) -> None:
+        """Let the next save be a child of `record`, a checkpoint of this run."""
+        self._parent = record
+
+    def adopt(
+        self, record: Record, source: Store, *, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Copy a checkpoint of another store to here, the record last, under the same names.
+
+        `check` is called between slices and may raise.
+
+        Raises:
+            CheckpointError: it could not be copied, or a newer writer has taken over here.
+        """
+        with self._explained("copy to"):
+            if record.id in self._ids():
+                return
+            for shard in record.shards:
+                self._new(shard.path, partial(_copied, source, shard, check))
+            self._fence(record)
+            self._commit(record)
+        self._saves = max(self._saves, record.save)
 
     def open(self, record: Record) -> BinaryIO:
         """Open the data of `record` for reading.
@@ -170,39 +242,42 @@ class Store:
                 raise DamagedError(f"the data of {record.id} is missing ({error})") from error
 
     def prune(self, keep: int, protect: Collection[str] = ()) -> list[str]:
-        """Remove all but the newest `keep` whole checkpoints, and return the removed ids.
+        """Remove all but the newest `keep` whole checkpoints; see `retain`."""
+        return self.retain(lambda whole: {*protect, *(record.id for record in whole[:keep])})
 
-        Kept as well: the ids in `protect` and under `keep/`, and whatever a newer writer made. What
-        interrupted saves and superseded writers left behind is removed.
+    def retain(self, chosen: Callable[[list[Record]], Collection[str]]) -> list[str]:
+        """Remove what is not kept, and return the removed ids.
+
+        `chosen` is given the whole checkpoints, newest first, and returns the ids that it keeps.
+        Kept in any case: the newest two that are whole, the parent of this run, pins, and whatever
+        a newer writer made. Where none is whole nothing is removed. What interrupted saves and
+        superseded writers left behind is removed.
         """
         with self._explained("prune"):
             keys = self._ids()
             gen = self._gen or max((order[0] for order in self._orders()), default=0)
             older = [key for key in keys if _order(key)[0] <= gen]
-            whole = [key for key in older if self._is_whole(key)]
-            kept = {*protect, *self._files.names("keep"), *whole[: max(keep, 1)]}
+            whole = [record for key in older if (record := self._whole(key)) is not None]
+            kept = {*self._files.names("keep"), *(record.id for record in whole[:LEAST])}
+            kept |= {*chosen(whole), self._origin, *self.held}
             gone = [key for key in older if key not in kept] if whole else []
-            for key in gone:
-                self._files.remove(f"commits/{key}.stc")
-            if gone:
-                self._files.settle("commits")
-            for key in gone:
-                self._files.remove(f"data/{key}")
+            self._remove(gone)
             self._sweep(gen, {*keys} - {*gone})
         return gone
 
+    def remove(self, ids: Iterable[str]) -> None:
+        """Remove these checkpoints, whatever they are: the records first, then their data."""
+        with self._explained("remove from"):
+            self._remove([key for key in self._ids() if key in {*ids}])
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Do nothing: what was acknowledged is there."""
+
     def clear(self) -> None:
-        """Remove every checkpoint: records first, so that none is left without its data."""
+        """Remove all that is here, and the folder: records first, so that none lacks its data."""
         with self._explained("clear"):
-            keys = self._ids()
-            for key in keys:
-                self._files.remove(f"commits/{key}.stc")
-            if keys:
-                self._files.settle("commits")
-            for key in keys:
-                self._files.remove(f"data/{key}")
-            for name in self._files.names("claims"):
-                self._files.remove(f"claims/{name}")
+            self._remove(self._ids())
+            self._files.remove("")
 
     def lock(self) -> None:
         """Refuse a second live writer, on local stores where the system can; else do nothing.
@@ -229,13 +304,25 @@ class Store:
             self._lock.release()
             self._lock = None
 
-    def _written(self, record: Record, write: Callable[[BinaryIO], Segment]) -> Record:
-        name = f"data/{record.id}/r00000.000.sts"
-        segment, size = self._files.write_new(name, write)
+    def _remove(self, keys: list[str]) -> None:
+        for key in keys:
+            self._files.remove(f"commits/{key}.stc")
+        if keys:
+            self._files.settle("commits")
+        for key in keys:
+            self._files.remove(f"data/{key}")
+
+    def _new(self, name: str, write: Callable[[BinaryIO], Segment]) -> Segment:
+        segment, size = self._retried(lambda: self._files.write_new(name, write))
         if size != segment.nbytes:
             raise CheckpointError(
                 f"{self.url} kept {size} of {segment.nbytes} bytes of {name}: check the free space"
             )
+        return segment
+
+    def _written(self, record: Record, write: Callable[[BinaryIO], Segment]) -> Record:
+        name = f"data/{record.id}/r00000.000.sts"
+        segment = self._new(name, write)
         shard = Shard(
             path=name,
             nbytes=segment.nbytes,
@@ -248,10 +335,11 @@ class Store:
     def _fence(self, record: Record) -> None:
         """Stop if a newer writer has begun, or has already swept this save's data away."""
         mine = (self._gen, self._uid)
-        newer = [(gen, uid) for gen, _, uid in self._orders() if (gen, uid) > mine]
+        others = self._orders() if self._gen else []  # else this is a copy, and no writer
+        newer = [(gen, uid) for gen, _, uid in others if (gen, uid) > mine]
         lost = [shard.path for shard in record.shards if not self._has(shard)]
         if newer or lost:
-            raise CheckpointError(
+            raise SupersededError(
                 f"superseded: another run has begun to write to {self.url} "
                 f"(generation {max(newer, default=mine)[0]}, this one is {self._gen}). Stop this "
                 "run, or give it another place"
@@ -259,7 +347,8 @@ class Store:
 
     def _commit(self, record: Record) -> None:
         name, data = f"commits/{record.id}.stc", record.to_bytes()
-        self._files.put(name, data)
+        with contextlib.suppress(FileExistsError):  # a try before this one; what counts is below
+            self._retried(lambda: self._files.put(name, data))
         if self._retried(lambda: self._files.get(name)) != data:
             raise CheckpointError(f"{self.url} gave other bytes back for {name} than it was given")
         try:
@@ -273,9 +362,9 @@ class Store:
         except FileNotFoundError:
             return False
 
-    def _is_whole(self, key: str) -> bool:
-        record = self._record(key)
-        return isinstance(record, Record) and all(map(self._has, record.shards))
+    def _whole(self, key: str) -> Record | None:
+        record = None if key in self._damaged else self._record(key)
+        return record if isinstance(record, Record) and all(map(self._has, record.shards)) else None
 
     def _ids(self) -> list[str]:
         """Return the ids of all commits, newest first; a hint helps where listings lag behind."""
@@ -300,7 +389,7 @@ class Store:
         except DamagedError as error:
             return error
         except FileNotFoundError:
-            return DamagedError("its commit record is gone")
+            return MissingError("its commit record is gone")
         if record.id != key:
             return DamagedError(f"its commit record is that of {record.id}")
         return record
@@ -313,16 +402,15 @@ class Store:
         try:
             return self._retried(once)
         except FileNotFoundError as error:
-            raise DamagedError(f"its data is missing ({error})") from error
+            raise MissingError(f"its data is missing ({error})") from error
 
-    def _opened(self, record: Record) -> BinaryIO:
-        if len(record.shards) != 1:
-            raise CheckpointError(
-                f"{record.id} has {len(record.shards)} parts and this statetrain reads one: "
-                "upgrade it"
-            )
-        (shard,) = record.shards
-        file = self._files.open(shard.path)
+    def opened(self, shard: Shard) -> BinaryIO:
+        """Open a segment that a record names.
+
+        Raises:
+            DamagedError: another one is there.
+        """
+        file = self._files.open(shard.path, shard.nbytes)
         try:
             if identify(file) != _identity(shard):
                 raise DamagedError(f"{shard.path} is not the segment that was committed")  # noqa: TRY301  # the file is open
@@ -331,6 +419,14 @@ class Store:
             file.close()
             raise
         return file
+
+    def _opened(self, record: Record) -> BinaryIO:
+        if len(record.shards) != 1:
+            raise CheckpointError(
+                f"{record.id} has {len(record.shards)} parts and this statetrain reads one: "
+                "upgrade it"
+            )
+        return self.opened(record.shards[0])
 
     def _sweep(self, gen: int, committed: set[str]) -> None:
         """Remove what interrupted saves and superseded writers left, never a newer writer's."""
@@ -353,26 +449,51 @@ class Store:
         return order[0] < gen or bool(own and order[1] <= self._saves)
 
     def _retried(self, attempt: Callable[[], T]) -> T:
-        """Try again after an error that may pass; what is damaged or missing does not pass."""
-        for number in range(TRIES - 1):
-            try:
-                return attempt()
-            except (FileNotFoundError, NotADirectoryError, PermissionError):
-                raise
-            except OSError as error:
-                log.info("%s: %r, trying again", self.url, error)
-                self._pause(PAUSE * 2**number)
-        return attempt()
+        return retried(attempt, url=self.url, pause=self._pause, renew=self._files.renew)
 
-    @contextlib.contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
-        """Turn a backend's failure into an error that says what to do."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot {doing} {self.url}: {error}; {_advice(error)}"
-            ) from error
+    def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return explained(doing, self.url)
+
+
+def newest_of(stores: Iterable[Store], read: Callable[[BinaryIO], T]) -> tuple[Record, T] | None:
+    """Return the newest checkpoint that is whole in any of the stores of one run.
+
+    Where several have it, the first store is read. See `Store.newest`.
+    """
+    stores = list(stores)
+    for again in reversed(range(LISTINGS)):
+        listed = [(store, key) for store in stores for key in store.ids()]
+        damage: list[str] = []
+        for store, key in sorted(listed, key=lambda each: _order(each[1]), reverse=True):
+            try:
+                record, value = store.load(key, read)
+            except DamagedError as error:
+                if again and isinstance(error, MissingError) and key not in store.ids():
+                    break  # it was pruned since it was listed, so there is a newer one
+                log.warning("checkpoint %s in %s is damaged: %s", key, store.url, error)
+                damage.append(f"{key}: {error}")
+                continue
+            for each in stores:
+                each.continue_from(record)
+            return record, value
+        else:
+            break
+    if damage:
+        places = " and ".join(store.url for store in stores)
+        raise CheckpointError(
+            f"no checkpoint in {places} is whole ({'; '.join(damage)}): restore one from a "
+            "copy, or name another place to start afresh"
+        )
+    return None
+
+
+def _copied(source: Store, shard: Shard, check: Callable[[], None], file: BinaryIO) -> Segment:
+    """Copy the bytes of a shard; that they are the right ones is checked where they are read."""
+    with source.opened(shard) as data:
+        while piece := data.read(SLICE):
+            check()
+            file.write(piece)
+    return _identity(shard)
 
 
 def _identity(shard: Shard) -> Segment:
@@ -386,14 +507,3 @@ def _identity(shard: Shard) -> Segment:
 
 def _order(key: str) -> tuple[int, int, str]:
     return order_of(key) or (0, 0, "")
-
-
-def _advice(error: OSError) -> str:
-    code = error.errno
-    if code in {errno.ENOSPC, errno.EDQUOT}:
-        return "the disk is full: free some space, or keep fewer checkpoints"
-    if code in {errno.EACCES, errno.EPERM, errno.EROFS} or isinstance(error, PermissionError):
-        return "it is not writable or not readable by this user: check its permissions"
-    if code in {errno.ENOTDIR, errno.EEXIST}:
-        return "a file is where a folder should be: name another place"
-    return "check that it can be reached, and run the same command again"

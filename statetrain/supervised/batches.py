@@ -1,4 +1,4 @@
-"""What the supervised loop asks of a batch: to move to a device, and how many samples it has."""
+"""What the supervised loop asks of a batch: how many samples it has, and how many it may use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from statetrain.errors import DataError
 
-__all__ = ["limited", "moved", "samples"]
+__all__ = ["limited", "samples"]
 
 
 def limited(limit: int | float | None, length: int | None, *, name: str) -> int | None:
@@ -25,24 +25,6 @@ def limited(limit: int | float | None, length: int | None, *, name: str) -> int 
             f"{name}={limit} is a fraction of an epoch of unknown length: give a number of batches"
         )
     return max(1, int(length * limit))
-
-
-def moved(batch: Any, device: torch.device | None) -> Any:
-    """Return the batch with its tensors on `device`; None leaves it as it is.
-
-    Lists, tuples, named tuples and dicts are gone through; what has a `to` method is asked.
-    """
-    if device is None:
-        return batch
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(item, device) for item in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(moved(item, device) for item in batch)
-    if type(batch) is dict:
-        return {key: moved(item, device) for key, item in batch.items()}
-    return batch.to(device) if hasattr(batch, "to") else batch
 
 
 def samples(batch: Any) -> int:

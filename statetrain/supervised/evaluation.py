@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from statetrain.data.device import moved
 from statetrain.data.loader import Loader, resumable
 from statetrain.errors import TrainingError
 from statetrain.loop import Action, Loop, State, Transition, nearest
 from statetrain.persist.randomness import Lane
 from statetrain.run import Run, static, transient
-from statetrain.supervised.batches import limited, moved, samples
+from statetrain.supervised.batches import limited, samples
 from statetrain.supervised.means import add, as_metrics, enter_eval, leave_eval, means
 from statetrain.supervised.module import Module
 from statetrain.supervised.predictions import Predictions
@@ -31,16 +33,28 @@ KINDS = {"validate": "validation", "test": "test", "predict": "predict"}  # and 
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class EvaluationRun(Run):
-    """An evaluation. `metrics` are its result, or `predictions`."""
+    """An evaluation. `metrics` are its result, or `predictions`.
+
+    Attributes:
+        module: what is evaluated. loader: its batches, read up to `limit`.
+        kind: `"validate"`, `"test"` or `"predict"`.
+        weights: with checkpoints, a digest of what is evaluated.
+        modes: training or eval, of each submodule, before the evaluation; None before and after.
+        totals: of each metric so far, the weighted sum and the weight.
+        weight: samples of the batch in hand.
+        random: the stream that the hooks draw from.
+        predictions: what `predict_step` returned, and where it goes.
+        device: where batches go; None leaves them as they are.
+    """
 
     loader: Loader
     kind: str = static()
-    weights: str = static()  # the digest of what is evaluated
+    weights: str = static(default="")
     module: Module = transient(default=None)
     limit: int | float | None = static(default=None)
     modes: list[bool] | None = None
     totals: dict[str, list[Any]] = field(default_factory=dict)
-    weight: int = 1  # samples of the batch in hand
+    weight: int = 1
     random: Lane = field(default_factory=Lane)
     predictions: Predictions = field(default_factory=Predictions)
     device: torch.device | None = transient(default=None)
@@ -51,11 +65,15 @@ class EvaluationRun(Run):
         places = [parameter.device for parameter in self.module.parameters()]
         self.device = places[0] if places and places[0].type != "cpu" else None
         self.limit = limited(self.limit, self.loader.length, name="limit_batches")
+        saving = self.trainer is not None and self.trainer.checkpoints is not None
+        if saving and not self.weights:
+            self.weights = weights_digest(self.module)
 
     def resumed(self) -> None:
         """Evaluate the rest in eval mode too: the module comes as it is made."""
         if self.modes is not None:
             enter_eval(self.module)
+            self.predictions.open()
 
     def close(self) -> None:
         """Put the modes back, also when the evaluation was broken off."""
@@ -73,6 +91,7 @@ def start(run: EvaluationRun) -> None:
     run.loader.start(0)
     run.random.seed(run.seed or 0, run.kind)
     run.modes = enter_eval(run.module)
+    run.predictions.open()
 
 
 def step(run: EvaluationRun) -> None:
@@ -137,8 +156,11 @@ def weights_digest(module: torch.nn.Module) -> str:
     """Return a digest of the parameters and buffers, which names what is evaluated."""
     digest = xxhash.xxh3_128()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            digest.update(f"{name} has no shape yet".encode())
+            continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -159,7 +181,6 @@ def _begin(
         )
     return EvaluationRun(
         kind=kind,
-        weights=weights_digest(module),
         module=module,
         loader=resumable(loader),
         limit=limit_batches,

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from statetrain.arguments import keywords_checked
+from statetrain.data.device import moved
 from statetrain.data.loader import Loader, resumable
 from statetrain.errors import DataError, TrainingError
 from statetrain.loop import Loop, State, Transition
 from statetrain.persist.randomness import Lane
 from statetrain.persist.registry import register
 from statetrain.run import Run, transient
-from statetrain.supervised.batches import moved, samples
+from statetrain.supervised.batches import samples
+from statetrain.supervised.hooks import warn_of_epoch
 from statetrain.supervised.means import add, as_metrics, enter_eval, leave_eval, means
 from statetrain.supervised.module import Module
-from statetrain.supervised.optimizers import Schedule, clear, configured, parameters, scale
+from statetrain.supervised.optimizers import Schedule, configured, parameters, scale
 from statetrain.supervised.passes import (
     all_parameters,
     freeze_others,
@@ -32,9 +35,18 @@ from statetrain.supervised.passes import (
     shared,
     thaw,
 )
-from statetrain.supervised.setup import Options, check_module, overfit, overrides, set_limits
+from statetrain.supervised.setup import (
+    Hooks,
+    Options,
+    check_module,
+    hooks_of,
+    overfit,
+    set_limits,
+)
 
 log = logging.getLogger("statetrain")
+
+ZERO_GRAD = Optimizer.zero_grad
 
 __all__ = ["SupervisedRun", "Window", "supervised"]
 
@@ -47,7 +59,7 @@ class Window:
     too), `summed` how many have added to the gradients; `steps` counts the optimizer's steps.
     """
 
-    planned: int = 0
+    planned: int = 1
     seen: int = 0
     summed: int = 0
     steps: int = 0
@@ -58,7 +70,27 @@ register(Window, "statetrain.Window")
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class SupervisedRun(Run):
-    """A supervised run. `epoch`, `batch_nb`, `step`, `loss` and `metrics` are for everyone."""
+    """A supervised run. `epoch`, `batch_nb`, `step`, `loss` and `metrics` are for everyone.
+
+    Attributes:
+        module, train_loader, val_loader: what `fit` was given.
+        optimizers, schedulers: what `configure_optimizers` returned; one `Window` an optimizer
+            stands in `windows`.
+        loss: of the newest pass, detached once `backward` is done; None where there was none.
+        epochs: epochs done. batches: batches of this epoch that are done.
+        batch_open: whether a batch is between `batch_start` and `batch_end`.
+        pass_i: the optimizer whose turn it is. pass_open: between `forward` and `pass_end`.
+        served: the optimizer that the last step was about. stepped: whether it did step.
+        counted: whether this batch has raised `step`.
+        frozen: parameters that sit out this pass.
+        owner: whose gradients stand in parameters of several optimizers; `shelf` has the others'.
+        validated: `batches` at this epoch's newest validation. validations: how many there were.
+        modes: training or eval, of each submodule, before validation; None outside of one.
+        totals: of each metric of this validation, the weighted sum and the weight.
+        val_random: the stream that validation draws from.
+        options, device, interval, train_limit, val_limit: the loop's options; where batches go
+            (None: as they are); batches between validations, and of an epoch.
+    """
 
     module: Module
     train_loader: Loader
@@ -66,36 +98,36 @@ class SupervisedRun(Run):
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[Schedule] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
-    loss: torch.Tensor | None = None  # of the newest pass; detached once backward is done
+    loss: torch.Tensor | None = None
 
-    epochs: int = 0  # epochs done
-    batches: int = 0  # batches of this epoch that are done
-    batch_open: bool = False  # between batch_start and batch_end
-    pass_i: int = 0  # the optimizer whose turn it is
-    pass_open: bool = False  # between forward and pass_end
-    served: int = 0  # the optimizer that the last step was about
-    stepped: bool = False  # whether it did step
-    counted: bool = False  # whether this batch has raised run.step
-    frozen: list[int] = field(default_factory=list)  # parameters that sit out this pass
-    owner: int = 0  # whose gradients stand in parameters of several optimizers
-    shelf: dict[int, dict[int, Any]] = field(default_factory=dict)  # ... and those of the others
+    epochs: int = 0
+    batches: int = 0
+    batch_open: bool = False
+    pass_i: int = 0
+    pass_open: bool = False
+    served: int = 0
+    stepped: bool = False
+    counted: bool = False
+    frozen: list[int] = field(default_factory=list)
+    owner: int = 0
+    shelf: dict[int, dict[int, Any]] = field(default_factory=dict)
 
-    validated: int | None = None  # `batches` at this epoch's newest validation
+    validated: int | None = None
     validations: int = 0
-    modes: list[bool] | None = None  # training or eval, of each submodule, before validation
-    totals: dict[str, list[Any]] = field(default_factory=dict)  # name -> [weighted sum, weight]
+    modes: list[bool] | None = None
+    totals: dict[str, list[Any]] = field(default_factory=dict)
     val_random: Lane = field(default_factory=Lane)
 
     options: Options = transient(default_factory=Options)
-    device: torch.device | None = transient(default=None)  # where batches go; None: as they are
+    device: torch.device | None = transient(default=None)
     parameters: list[torch.nn.Parameter] = transient(default_factory=list)
     shared: list[torch.nn.Parameter] = transient(default_factory=list)
-    interval: int | None = transient(default=None)  # batches between validations
-    train_limit: int | None = transient(default=None)  # batches of an epoch
+    interval: int | None = transient(default=None)
+    train_limit: int | None = transient(default=None)
     val_limit: int | None = transient(default=None)
     weight: int = transient(default=1)  # samples of the validation batch in hand
-    batch_hook_takes_batch: bool = transient(default=True)
-    hooks: list[Any] = transient(default_factory=list)
+    hooks: Hooks = transient(default_factory=Hooks)
+    watching: list[Any] = transient(default_factory=list)  # of the optimizers' steps
 
     def ready(self) -> None:
         """Configure the optimizers and check the module against them."""
@@ -111,6 +143,7 @@ class SupervisedRun(Run):
         self.optimizers, self.schedulers = configured(module.configure_optimizers())
         self.windows = [Window() for _ in self.optimizers]
         check_module(self)
+        self.hooks = hooks_of(module, compiled=self.options.compile)
         places = [p.device for p in module.parameters()]
         self.device = places[0] if places and places[0].type != "cpu" else None
         self.parameters = all_parameters(self)
@@ -127,7 +160,7 @@ class SupervisedRun(Run):
 
     def _watch_steps(self) -> None:
         """Notice the steps that an overridden `optimizer_step` makes, or does not make."""
-        if not overrides(self.module, "optimizer_step"):
+        if self.hooks.optimizer_step is None:
             return
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
@@ -135,12 +168,12 @@ class SupervisedRun(Run):
                 self.stepped = True
                 self.module.on_before_zero_grad(optimizer)
 
-        self.hooks = [o.register_step_post_hook(stepped) for o in self.optimizers]
+        self.watching = [o.register_step_post_hook(stepped) for o in self.optimizers]
 
     def close(self) -> None:
         """Take back hooks, modes and frozen parameters, also when training was broken off."""
-        for hook in self.hooks:
-            hook.remove()
+        for handle in self.watching:
+            handle.remove()
         thaw(self)
         leave_eval(self.module, self.modes)
         self.module.run = None
@@ -171,15 +204,19 @@ def epoch_start(run: SupervisedRun) -> None:
 
 def batch_start(run: SupervisedRun) -> None:
     """Fetch a batch and plan the windows that begin with it."""
-    run.batch = moved(next(run.train_loader), run.device)
+    run.batch = run.train_loader.__next__()
+    if run.device is not None:
+        run.batch = moved(run.batch, run.device)
     run.batch_nb = run.train_loader.position - 1
     run.batch_open, run.batch_skipped, run.counted = True, False, False
     run.pass_i = 0
-    for window in run.windows:
-        if window.seen == 0:
-            window.planned = min(run.options.accumulate_grad_batches, _batches_left(run))
-    arguments = (run.batch,) if run.batch_hook_takes_batch else ()
-    if run.module.on_batch_start(*arguments) == -1:
+    longest = run.options.accumulate_grad_batches
+    if longest > 1:
+        for window in run.windows:
+            if window.seen == 0:
+                window.planned = min(longest, _batches_left(run))
+    on_batch_start = run.hooks.on_batch_start
+    if on_batch_start is not None and on_batch_start(run.batch) == -1:
         run.end_epoch()
 
 
@@ -190,11 +227,15 @@ def forward(run: SupervisedRun) -> None:
     that replaces it sets `run.loss`.
     """
     run.pass_open = True
+    if len(run.optimizers) == 1:
+        loss = run.hooks.training_step(run.batch, run.batch_nb)
+        plain = type(loss) is torch.Tensor and loss.requires_grad and not loss.dim()
+        run.loss = loss if plain else loss_of(run, loss)
+        return
     own_gradients(run, run.pass_i)
     freeze_others(run)
-    turn = (run.pass_i,) if len(run.optimizers) > 1 else ()
     try:
-        run.loss = loss_of(run, run.module.training_step(run.batch, run.batch_nb, *turn))
+        run.loss = loss_of(run, run.hooks.training_step(run.batch, run.batch_nb, run.pass_i))
     except BaseException:
         thaw(run)
         raise
@@ -203,66 +244,85 @@ def forward(run: SupervisedRun) -> None:
 def backward(run: SupervisedRun) -> None:
     """Add the gradients of the loss, divided by the planned length of the window."""
     run.pass_open = True
-    window, loss = run.windows[run.pass_i], run.loss
-    assert loss is not None  # noqa: S101 - guarded by has_loss
-    share = loss / window.planned if window.planned > 1 else loss
-    run.module.backward(False, share, run.optimizers[run.pass_i])
+    window = run.windows[run.pass_i]
+    loss: torch.Tensor = run.loss  # type: ignore[assignment]  # guarded by has_loss
+    share = loss if window.planned == 1 else loss / window.planned
+    if run.hooks.backward is None:
+        torch.autograd.backward((share,))  # as share.backward(), without its checks
+    else:
+        run.hooks.backward(False, share, run.optimizers[run.pass_i])
     run.loss = loss.detach()
     window.seen += 1
     window.summed += 1
-    thaw(run)
-    run.module.on_after_backward()
+    if run.frozen:
+        thaw(run)
+    if run.hooks.on_after_backward is not None:
+        run.hooks.on_after_backward()
 
 
 def step(run: SupervisedRun) -> None:
     """Step the first optimizer whose window is due, and its schedulers."""
-    run.served = i = next(i for i in range(len(run.windows)) if _due(run, i))
+    run.served = i = 0 if len(run.windows) == 1 else _first_due(run)
     window, optimizer = run.windows[i], run.optimizers[i]
-    own_gradients(run, i)
+    if run.shared:
+        own_gradients(run, i)
     if window.summed != window.planned:  # closed early, or a pass without a loss
         scale(parameters(optimizer), window.planned / window.summed)
     if run.options.gradient_clip_val is not None:
         torch.nn.utils.clip_grad_norm_(parameters(optimizer), run.options.gradient_clip_val)
-    run.stepped = not run.hooks
-    run.module.optimizer_step(run.epoch, run.batch_nb, optimizer, i, None)
-    window.planned = window.seen = window.summed = 0
+    if run.hooks.optimizer_step is None:
+        run.stepped = True
+        optimizer.step()
+    else:
+        run.stepped = False  # until the optimizer says so
+        run.hooks.optimizer_step(run.epoch, run.batch_nb, optimizer, i, None)
+    window.seen = window.summed = 0
     if run.stepped:
         window.steps += 1
         run.step += not run.counted
         run.counted = True
-        _step_schedulers(run, "step", i, window.steps)
+        if run.schedulers:
+            _step_schedulers(run, "step", i, window.steps)
 
 
 def zero_grad(run: SupervisedRun) -> None:
     """Clear the gradients of the optimizer that stepped."""
     optimizer = run.optimizers[run.served]
-    if not run.hooks:  # an overridden optimizer_step has called it right after the step
-        run.module.on_before_zero_grad(optimizer)
-    clear(optimizer)
+    hook = run.hooks.on_before_zero_grad
+    if hook is not None and run.hooks.optimizer_step is None:
+        hook(optimizer)  # else it was called right after the step
+    if type(optimizer).zero_grad is ZERO_GRAD:
+        for group in optimizer.param_groups:  # the same bits, without its profiler range
+            for parameter in group["params"]:
+                parameter.grad = None
+    else:
+        optimizer.zero_grad()
 
 
 def pass_end(run: SupervisedRun) -> None:
     """Move on to the next optimizer, once per forward."""
     if run.pass_open:
         if run.loss is None or run.batch_skipped:
-            run.windows[run.pass_i].seen += not run.batch_skipped
+            window = run.windows[run.pass_i]
+            window.seen += not run.batch_skipped
+            if window.summed == 0 and window.seen >= window.planned:
+                window.seen = 0  # nothing came of this window
             run.loss = None
             thaw(run)
         run.pass_open = False
         run.pass_i += 1
     elif run.pass_i == 0 and not run.epoch_ending:
         run.pass_i = len(run.optimizers)  # a skipped batch has no pass
-    for window in run.windows:
-        if window.summed == 0 and window.seen >= window.planned:  # nothing came of this window
-            window.seen = 0
 
 
 def batch_end(run: SupervisedRun) -> None:
     """Count the batch as done."""
     run.batch_open = False
     run.batches += 1
-    run.tick()
-    run.module.on_batch_end()
+    if run.limits.max_time is not None:
+        run.tick()
+    if run.hooks.on_batch_end is not None:
+        run.hooks.on_batch_end()
 
 
 def validation_start(run: SupervisedRun) -> None:
@@ -302,6 +362,7 @@ def validation_end(run: SupervisedRun) -> None:
 def epoch_end(run: SupervisedRun) -> None:
     """Count the epoch as done and step its schedulers."""
     run.epochs += 1
+    warn_of_epoch(run)
     for i in range(len(run.optimizers)):
         _step_schedulers(run, "epoch", i, run.epochs)
     run.tick()
@@ -323,12 +384,15 @@ def trainable(run: SupervisedRun) -> bool:
 
 def has_loss(run: SupervisedRun) -> bool:
     """Whether `training_step` returned a loss, and nobody has asked to skip the batch since."""
-    return run.loss is not None and not run.batch_skipped
+    return not run.batch_skipped and run.loss is not None
 
 
 def window_due(run: SupervisedRun) -> bool:
     """Whether an optimizer holds the gradients of a window that is full, or must close now."""
-    return any(_due(run, i) for i in range(len(run.windows)))
+    for window in run.windows:  # any() would cost a generator, three times a batch
+        if window.summed and (window.seen >= window.planned or _closing(run)):
+            return True
+    return False
 
 
 def stepped(run: SupervisedRun) -> bool:
@@ -368,13 +432,21 @@ def has_val(run: SupervisedRun) -> bool:
 
 def epoch_over(run: SupervisedRun) -> bool:
     """Whether this epoch has no further batch."""
-    return run.epoch_ending or _finishing(run) or not _more_batches(run)
+    loader, limit = run.train_loader, run.train_limit
+    return (
+        run.epoch_ending
+        or (run.finishing and _finishing(run))
+        or (limit is not None and loader.position >= limit)
+        or not loader.has_next
+    )
 
 
 def paused(run: SupervisedRun) -> bool:
     """Whether a limit is reached in the middle of an epoch; a higher one goes on from here."""
-    limit = run.limits.max_steps
-    return run.time_over or (limit is not None and run.step >= limit)
+    limits = run.limits
+    return (limits.max_steps is not None and run.step >= limits.max_steps) or (
+        limits.max_time is not None and run.time_over
+    )
 
 
 def finished(run: SupervisedRun) -> bool:
@@ -435,6 +507,7 @@ TRANSITIONS = (
 )
 
 
+@keywords_checked
 def supervised(
     *,
     accumulate_grad_batches: int = 1,
@@ -443,6 +516,7 @@ def supervised(
     limit_train_batches: int | float | None = None,
     limit_val_batches: int | float | None = None,
     overfit_batches: int | None = None,
+    compile: bool = False,  # noqa: A002  as torch.compile
 ) -> Loop:
     """Declare the supervised loop, for `fit(module, train_loader, val_loader=None)`.
 
@@ -452,6 +526,7 @@ def supervised(
     validate after every so many batches of an epoch; an epoch's end is always validated, once.
     `limit_*_batches`: use only so many batches of each. These three may be a float, a fraction of
     the epoch. `overfit_batches`: train and validate on the first so many batches alone.
+    `compile`: run `training_step` through `torch.compile`, which gives other bits than without.
 
     Raises:
         TrainingError: a setting has no meaning; the message says which values have one.
@@ -463,6 +538,7 @@ def supervised(
         limit_train_batches=limit_train_batches,
         limit_val_batches=limit_val_batches,
         overfit_batches=overfit_batches,
+        compile=compile,
     )
     return Loop(
         initial="epoch_start",
@@ -515,12 +591,15 @@ def _batches_left(run: SupervisedRun) -> int:
     return max(1, length - run.train_loader.position + 1)
 
 
-def _due(run: SupervisedRun, i: int) -> bool:
-    window = run.windows[i]
-    if window.summed == 0:
-        return False
-    closing = epoch_over(run) and not run.pass_open and not more_passes(run)
-    return window.seen >= window.planned or closing
+def _first_due(run: SupervisedRun) -> int:
+    closing = _closing(run)
+    due = [w.summed > 0 and (closing or w.seen >= w.planned) for w in run.windows]
+    return due.index(True)
+
+
+def _closing(run: SupervisedRun) -> bool:
+    """Whether the windows must close, because the epoch ends with the passes that are done."""
+    return not run.pass_open and not more_passes(run) and epoch_over(run)
 
 
 def _step_schedulers(run: SupervisedRun, interval: str, optimizer_i: int, count: int) -> None:

@@ -151,7 +151,8 @@ class Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the run and the trainer: a copy of a module is not being trained."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("run", "trainer")}
+        own = ("run", "trainer", "_statetrain_memory")
+        return {k: v for k, v in self.__dict__.items() if k not in own}
 
 
 class Wrapped(Module):

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from statetrain.data.loader import resumable
 from statetrain.errors import TrainingError
 from statetrain.supervised.batches import limited
+from statetrain.supervised.hooks import unnoticed
 from statetrain.supervised.module import Module
 
 if TYPE_CHECKING:
     from statetrain.supervised.loop import SupervisedRun
 
-__all__ = ["Options", "check_module", "overfit", "overrides", "set_limits"]
+log = logging.getLogger("statetrain")
+
+__all__ = ["Hooks", "Options", "check_module", "hooks_of", "overfit", "overrides", "set_limits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +39,11 @@ class Options:
     limit_train_batches: int | float | None = None
     limit_val_batches: int | float | None = None
     overfit_batches: int | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
+        if type(self.compile) is not bool:
+            raise TrainingError(f"compile={self.compile!r}: give True or False")
         clip = self.gradient_clip_val
         if clip is not None and not (type(clip) in (int, float) and clip > 0):
             raise TrainingError(f"gradient_clip_val={clip!r}: give a norm above 0, or None")
@@ -69,10 +79,44 @@ def check_module(run: SupervisedRun) -> None:
     if run.val_loader is not None:
         _check_written(module, "validation_step")
         _check_hook(module, "validation_step", (None, 0), "batch, batch_nb")
-    run.batch_hook_takes_batch = bool(inspect.signature(module.on_batch_start).parameters)
-    _check_hook(module, "on_batch_start", (None,) * run.batch_hook_takes_batch, "batch")
+    taken = (None,) if _takes_batch(module) else ()
+    _check_hook(module, "on_batch_start", taken, "batch")
     names = "current_epoch, batch_nb, optimizer, optimizer_i, second_order_closure"
     _check_hook(module, "optimizer_step", (0, 0, None, 0, None), names)
+    for line in unnoticed(module):
+        log.warning("%s", line)
+
+
+@dataclass(kw_only=True)
+class Hooks:
+    """The module's hooks of every batch, looked up once; None where it leaves one as it is.
+
+    `nn.Module` looks its attributes up slowly, and what does nothing need not be called.
+    """
+
+    training_step: Any = None  # always one's own
+    on_batch_start: Callable[[Any], int | None] | None = None
+    backward: Callable[[bool, torch.Tensor, torch.optim.Optimizer], None] | None = None
+    on_after_backward: Callable[[], None] | None = None
+    optimizer_step: Callable[..., None] | None = None
+    on_before_zero_grad: Callable[[torch.optim.Optimizer], None] | None = None
+    on_batch_end: Callable[[], None] | None = None
+
+
+def hooks_of(module: Module, *, compiled: bool) -> Hooks:
+    """Look up the hooks that the module overrides; `training_step` may be compiled by torch."""
+    names = [each.name for each in fields(Hooks)]
+    own = {name: getattr(module, name) for name in names if overrides(module, name)}
+    hook = own.get("on_batch_start")
+    if hook is not None and not _takes_batch(module):
+        own["on_batch_start"] = lambda _batch: hook()
+    if compiled:
+        own["training_step"] = torch.compile(module.training_step)
+    return Hooks(**own)
+
+
+def _takes_batch(module: Module) -> bool:
+    return bool(inspect.signature(module.on_batch_start).parameters)
 
 
 def overrides(module: Module, name: str) -> bool:
