@@ -5,6 +5,9 @@ Each session makes its own environment and installs all it needs.
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import nox
 
 nox.needs_version = ">=2024.3.2"
@@ -57,6 +60,22 @@ def slow(session: nox.Session) -> None:
     install(session, "test")
     nothing_to_run = 5  # pytest's exit code when no test is marked slow
     session.run("pytest", "-m", "slow", *session.posargs, success_codes=[0, nothing_to_run])
+
+
+@nox.session
+def stores(session: nox.Session) -> None:
+    """Run the tests that need real servers: s3, Azure, Google Cloud and sftp, all on this machine.
+
+    Azure's is azurite, fetched with npm; sftp's is the system's sshd. What is missing is skipped
+    and named.
+    """
+    install(session, "stores")
+    folder = session.create_tmp()
+    if shutil.which("npm"):
+        session.run("npm", "install", "--silent", "--prefix", folder, "azurite@3", external=True)
+    azurite = {"STATETRAIN_AZURITE": f"{folder}/node_modules/.bin/azurite-blob"}
+    found = azurite if os.path.exists(*azurite.values()) else {}
+    session.run("pytest", "-m", "stores", *session.posargs, env=found)
 
 
 @nox.session

@@ -227,7 +227,7 @@ def test_stopped_and_resumed_in_one_process_it_ends_the_same(server: Server, url
 
 
 BAD = {
-    "s3": {"key": "", "secret": "", "anon": False},
+    "s3": {"key": None, "secret": None, "anon": False},
     "abfs": {"connection_string": "{}"},
     "sftp": {"key_filename": "{}"},
 }
