@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from statetrain.errors import TrainingError
 
@@ -40,8 +40,7 @@ class Limits:
     max_time: float | None = None
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One logged value, with the epoch and the step it belongs to."""
 
     epoch: int
@@ -135,7 +134,7 @@ class Run:
             given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
             raise TrainingError(f"log({name!r}) was given {given}: log a number or a scalar tensor")
         if hasattr(value, "detach"):
-            value = value.detach().clone()  # the tensor may be changed in place before it is read
+            value = value.data.clone()  # the tensor may be changed in place before it is read
         self.metrics[name] = value
         self.rows.append(Row(self.epoch, self.step, name, value))
         if len(self.rows) >= FLUSHED and self.flush is not None:
