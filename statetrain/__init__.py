@@ -19,6 +19,7 @@ from statetrain.loggers.csv import CSVLogger
 from statetrain.loop import Loop, State, Transition, path
 from statetrain.machine import Machine
 from statetrain.persist.checkpoint import Checkpoints
+from statetrain.persist.keep import Keep
 from statetrain.persist.registry import register
 from statetrain.run import Limits, Run, static, transient
 from statetrain.supervised.evaluation import EvaluationRun, evaluation
@@ -34,6 +35,7 @@ __all__ = [
     "DataError",
     "EvaluationRun",
     "Exactness",
+    "Keep",
     "Limits",
     "Loader",
     "Loop",

@@ -97,12 +97,18 @@ class Run:
     clock: Any = transient(default=time.monotonic)
     ticked: float | None = transient(default=None)
     request: str | None = transient(default=None)
+    pin: str | None = transient(default=None)
+    logged: dict[str, int] = transient(default_factory=dict)  # the step of each newest value
     rows: list[Row] = transient(default_factory=list)
     flush: Any = transient(default=None)
 
-    def save(self) -> None:
-        """Ask for a checkpoint when the work and all callbacks of this state are over."""
+    def save(self, *, pin: str | None = None) -> None:
+        """Ask for a checkpoint when the work and all callbacks of this state are over.
+
+        One with a `pin`, a name of your own, is never removed; `statetrain unpin` lets it go.
+        """
         self.request = self.request or "save"
+        self.pin = pin if pin is not None else self.pin
 
     def stop(self) -> None:
         """Ask to save and leave when this state is over; the same command run again goes on."""
@@ -136,6 +142,7 @@ class Run:
         if hasattr(value, "detach"):
             value = value.data.clone()  # the tensor may be changed in place before it is read
         self.metrics[name] = value
+        self.logged[name] = self.step
         self.rows.append(Row(self.epoch, self.step, name, value))
         if len(self.rows) >= FLUSHED and self.flush is not None:
             self.flush()

@@ -155,7 +155,7 @@ def _callback(callback: Callback) -> str:
 def _saving(checkpoints: Checkpoints | None) -> list[str]:
     if checkpoints is None:
         return ["none: give Trainer(checkpoints=...) to be able to go on after a stop"]
-    lines = [checkpoints.url, f"saved {_when(checkpoints)}; the newest {checkpoints.keep} are kept"]
+    lines = [checkpoints.url, f"saved {_when(checkpoints)}; {checkpoints.keep} are kept"]
     interrupt = [each for each in checkpoints.signals if each == SIGINT]
     others = [each for each in checkpoints.signals if each != SIGINT]
     codes = ((others, EXIT_PREEMPTED), (interrupt, EXIT_INTERRUPTED))

@@ -46,6 +46,7 @@ ORDER = (
     "persist.local",
     "persist.remote",
     "persist.store",
+    "persist.keep",
     "persist.mirror",
     "cluster",
     "persist.checkpoint",
@@ -90,6 +91,8 @@ ORDER = (
     "cli.stored",
     "cli.ls",
     "cli.show",
+    "cli.pin",
+    "cli.prune",
     "cli.main",
 )
 

@@ -56,7 +56,7 @@ class Place:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._store = Store(url)
+        self.store = Store(url)
         self._files = files_at(url)
         self._check_folder()
         with self._explained():
@@ -68,7 +68,7 @@ class Place:
         Raises:
             DamagedError: its segment is missing, cut off, or damaged outside the data.
         """
-        with self._explained(), self._store.open(record) as file:
+        with self._explained(), self.store.open(record) as file:
             return container.read_index(file)
 
     def looked_at(self) -> Iterator[tuple[Stored, Index | None]]:
@@ -144,7 +144,7 @@ class Place:
 
     def _listed(self) -> list[Stored]:
         names, pins = self._files.names("commits"), {*self._files.names("keep")}
-        records = {record.id: record for record in self._store.records()}
+        records = {record.id: record for record in self.store.records()}
         ids = {name.removesuffix(".stc") for name in names if name.endswith(".stc")} | {*records}
         orders = {key: order for key in ids if (order := order_of(key)) is not None}
         found = []
@@ -169,7 +169,7 @@ class Place:
             return f"{key}.stc" in self._files.names("commits")
 
     def _check_folder(self) -> None:
-        folder = self._store.folder
+        folder = self.store.folder
         if folder is None or os.path.isdir(folder):
             return
         if os.path.exists(folder):
@@ -180,7 +180,7 @@ class Place:
         raise CheckpointError(f"no folder {self.url!r}{instead}")
 
     def _instead(self) -> str:
-        folder = self._store.folder
+        folder = self.store.folder
         if folder is None:
             return ""
         inner = [

@@ -19,6 +19,7 @@ from statetrain.errors import CheckpointError
 from statetrain.loop import Loop, nearest
 from statetrain.persist import container
 from statetrain.persist.compare import unequal
+from statetrain.persist.keep import Keep, metric_tags
 from statetrain.persist.mirror import Mirrored
 from statetrain.persist.parts import Part
 from statetrain.persist.record import Record
@@ -71,7 +72,7 @@ class Checkpoints:
         at: the states in which periodic saves are made; None: the first that comes. Naming a
             replay state lets every save and stop happen there too, for the price of a copy of
             buffers and random streams at each visit.
-        keep: how many checkpoints stay, at least 1.
+        keep: how many of the newest checkpoints stay, or a `Keep` that says more.
         signals: names of the signals that save, leave, and end the process with exit code 75.
         mirror: a second place, such as a bucket behind a local disk: saves go to `url`, and are
             copied there meanwhile. A run goes on from the newer of both.
@@ -97,7 +98,7 @@ class Checkpoints:
         *,
         every: str | Collection[str] | None = ("10 min", "1 epoch"),
         at: str | Collection[str] | None = None,
-        keep: int = 2,
+        keep: int | Keep = 2,
         signals: Collection[str] = SIGNALS,
         mirror: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -106,8 +107,6 @@ class Checkpoints:
         on_error: str = "raise",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise CheckpointError(f"keep={keep!r}: give a whole number from 1")
         for name, given, known in (
             ("asynchronous", asynchronous, (True, False)),
             ("busy", busy, ("wait", "skip")),
@@ -117,7 +116,7 @@ class Checkpoints:
                 raise CheckpointError(f"{name}={given!r}: give {known[0]!r} or {known[1]!r}")
         self.store: Store | Mirrored = _store(url, mirror, storage_options)
         self._options = None if mirror is not None else storage_options
-        self.keep = keep
+        self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self.at = frozenset((at,) if isinstance(at, str) else at or ())
         self.signals = tuple(_signal(name) for name in signals)
         self._seconds, self._steps, self._epochs = _intervals(every)
@@ -127,6 +126,7 @@ class Checkpoints:
         self.time_to_save: float | None = None
         self._writer = Writer(self._look)
         self._clock = clock
+        self._missed = False  # whether it was said that the metric of `keep` is not there
         self._next_step: float = inf
         self._next_epoch: float = inf
         self._next_time: float = inf
@@ -215,7 +215,15 @@ class Checkpoints:
         elif (error := self._writer.take_error()) is not None:
             log.warning("a checkpoint was not saved: %s; this one follows", error)
         self.begin(run)
-        store = partial(self._store, step=run.step, state=state, began=time.perf_counter())
+        store = partial(
+            self._store,
+            step=run.step,
+            state=state,
+            tags=self._tags(run),
+            pin=run.pin,
+            began=time.perf_counter(),
+        )
+        run.pin = None
         try:
             if last or not self.asynchronous or not self._started(snapshot, store):
                 store(lambda file: container.write(snapshot, file))
@@ -244,14 +252,37 @@ class Checkpoints:
             self.asynchronous = False
         return self.asynchronous
 
-    def _store(self, write: Write, *, step: int, state: str, began: float) -> None:
+    def _tags(self, run: Run) -> tuple[str, ...]:
+        """Return the metric that `keep` goes by, if it was logged at this step."""
+        name = self.keep.metric
+        if name is None:
+            return ()
+        if name not in run.metrics and run.metrics and not self._missed:
+            self._missed = True
+            log.warning(
+                "Keep(metric=%r): nothing is logged as that%s", name, nearest(name, run.metrics)
+            )
+        now = run.logged.get(name) == run.step
+        return metric_tags({name: float(run.metrics[name])}) if now else ()
+
+    def _store(
+        self,
+        write: Write,
+        *,
+        step: int,
+        state: str,
+        tags: tuple[str, ...],
+        pin: str | None,
+        began: float,
+    ) -> None:
+        versions = {"torch": str(torch.__version__)}
         record = self.store.save(
-            write, step=step, state=state, versions={"torch": str(torch.__version__)}
+            write, step=step, state=state, tags=tags, pin=pin, versions=versions
         )
         self.time_to_save = time.perf_counter() - began
         log.info("saved %s in state %r at %s", record.id, state, self.url)
         try:
-            self.store.prune(self.keep)
+            self.store.retain(self.keep.chosen)
         except CheckpointError as error:  # the save is made: training goes on
             log.warning("%s; older checkpoints stay", error)
 

@@ -70,6 +70,7 @@ class Mirrored:
         step: int,
         state: str,
         tags: Collection[str] = (),
+        pin: str | None = None,
         versions: Mapping[str, str] | None = None,
     ) -> Record:
         """Store in the first store, as `Store.save` does, and begin to copy to the mirror.
@@ -79,7 +80,11 @@ class Mirrored:
         """
         if self._superseded is not None:
             raise self._superseded
-        record = self.store.save(write, step=step, state=state, tags=tags, versions=versions)
+        record = self.store.save(
+            write, step=step, state=state, tags=tags, pin=pin, versions=versions
+        )
+        if pin is not None:
+            self._pin_mirrored(record.id, pin)
         self._send(record)
         return record
 
@@ -99,6 +104,12 @@ class Mirrored:
         """Remove what is not kept from the first store now, and behind it from the mirror."""
         self._chosen = chosen
         return self.store.retain(chosen)
+
+    def _pin_mirrored(self, key: str, name: str) -> None:
+        try:
+            self.mirror.pin(key, name)
+        except CheckpointError as error:  # the first store has it
+            log.warning("%s is not pinned in the mirror: %s", key, error)
 
     def clear(self) -> None:
         """Remove all that is in both."""

@@ -124,6 +124,7 @@ class Store:
         step: int,
         state: str,
         tags: Collection[str] = (),
+        pin: str | None = None,
         versions: Mapping[str, str] | None = None,
     ) -> Record:
         """Store what `write` writes as a new checkpoint; on return it is there and read back.
@@ -160,6 +161,8 @@ class Store:
                 self._fence(record)  # the newer writer has swept it away while it was written
                 raise
             self._fence(record)
+            if pin is not None:  # first: a checkpoint that is there and should be pinned, is
+                self._put_pin(record.id, pin)
             self._commit(record)
         self.acknowledged = self._parent = record
         self._torn = False
@@ -245,13 +248,15 @@ class Store:
         """Remove all but the newest `keep` whole checkpoints; see `retain`."""
         return self.retain(lambda whole: {*protect, *(record.id for record in whole[:keep])})
 
-    def retain(self, chosen: Callable[[list[Record]], Collection[str]]) -> list[str]:
+    def retain(
+        self, chosen: Callable[[list[Record]], Collection[str]], *, dry: bool = False
+    ) -> list[str]:
         """Remove what is not kept, and return the removed ids.
 
         `chosen` is given the whole checkpoints, newest first, and returns the ids that it keeps.
         Kept in any case: the newest two that are whole, the parent of this run, pins, and whatever
         a newer writer made. Where none is whole nothing is removed. What interrupted saves and
-        superseded writers left behind is removed.
+        superseded writers left behind is removed. A `dry` one removes nothing.
         """
         with self._explained("prune"):
             keys = self._ids()
@@ -261,9 +266,25 @@ class Store:
             kept = {*self._files.names("keep"), *(record.id for record in whole[:LEAST])}
             kept |= {*chosen(whole), self._origin, *self.held}
             gone = [key for key in older if key not in kept] if whole else []
-            self._remove(gone)
-            self._sweep(gen, {*keys} - {*gone})
+            if not dry:
+                self._remove(gone)
+                self._sweep(gen, {*keys} - {*gone})
         return gone
+
+    def pin(self, key: str, name: str = "") -> None:
+        """Keep the checkpoint `key` from ever being pruned; `name` says what for."""
+        with self._explained("pin in"):
+            self._put_pin(key, name)
+
+    def unpin(self, key: str) -> None:
+        """Let the checkpoint `key` be pruned again."""
+        with self._explained("unpin in"):
+            self._files.remove(f"keep/{key}")
+
+    def pins(self) -> dict[str, str]:
+        """Return the name of each pinned checkpoint."""
+        with self._explained("list"):
+            return {key: self._pin_name(key) for key in self._files.names("keep") if order_of(key)}
 
     def remove(self, ids: Iterable[str]) -> None:
         """Remove these checkpoints, whatever they are: the records first, then their data."""
@@ -311,6 +332,16 @@ class Store:
             self._files.settle("commits")
         for key in keys:
             self._files.remove(f"data/{key}")
+
+    def _put_pin(self, key: str, name: str) -> None:
+        with contextlib.suppress(FileExistsError):  # a try before this one
+            self._retried(lambda: self._files.put(f"keep/{key}", name.encode()))
+
+    def _pin_name(self, key: str) -> str:
+        try:
+            return self._retried(lambda: self._files.get(f"keep/{key}")).decode(errors="replace")
+        except FileNotFoundError:  # it was unpinned since it was listed
+            return ""
 
     def _new(self, name: str, write: Callable[[BinaryIO], Segment]) -> Segment:
         segment, size = self._retried(lambda: self._files.write_new(name, write))
@@ -434,6 +465,10 @@ class Store:
             order = order_of(key)
             if order and key not in committed and self._is_over(order, gen):
                 self._files.remove(f"data/{key}")
+        for key in self._files.names("keep"):
+            order = order_of(key)
+            if order and key not in committed and self._is_over(order, gen):
+                self._files.remove(f"keep/{key}")
         for name in self._files.names("claims"):
             match = _CLAIM.fullmatch(name)
             if match and int(match[1]) < gen:
