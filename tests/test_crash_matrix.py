@@ -6,6 +6,7 @@ Each defence of the protocol is also taken away once, and that must be noticed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -108,9 +109,16 @@ KILLER = """
                 raise torn
         FaultFS.plan = staticmethod(plan)
 
+    CHANGING = {
+        "put_object", "delete_object", "delete_objects", "create_multipart_upload", "upload_part",
+        "complete_multipart_upload", "abort_multipart_upload", "copy_object",
+    }
+
     def on_s3():
         plain = s3fs.S3FileSystem._call_s3
         async def dying_call(self, method, *args, **options):
+            if method not in CHANGING:
+                return await plain(self, method, *args, **options)
             if count():
                 die()  # not sent
             sent = count()
@@ -211,11 +219,10 @@ def test_killed_in_any_request_nothing_acknowledged_is_lost(tmp_path: Path) -> N
 
 @pytest.mark.stores
 def test_killed_in_any_request_to_s3_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
-    import json
-
+    """There are three moments a request that changes something: not sent, on its way, answered."""
     with servers.s3(tmp_path) as server:
         lines = killed_everywhere("s3", f"{server.url}/run", json.dumps(server.options))
-    check_lines(lines, least=100)
+    check_lines(lines, least=30)
 
 
 # Two writers, interleaved operation by operation.

@@ -100,6 +100,11 @@ class LocalFiles:
         except FileNotFoundError:
             return []
 
+    def unlink(self, name: str) -> None:
+        """Remove the file `name`, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+
     def remove(self, name: str) -> None:
         """Remove the file `name`, or the folder with the files in it, if it is there."""
         path = self._path(name)
@@ -109,8 +114,7 @@ class LocalFiles:
             with contextlib.suppress(FileNotFoundError):
                 os.rmdir(path)
         else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            self.unlink(name)
 
     def renew(self) -> None:
         """Do nothing: there is no connection to be lost."""

@@ -42,6 +42,7 @@ class Files(Protocol):
     def open(self, name: str, size: int | None = None) -> BinaryIO: ...  # noqa: D102
     def size(self, name: str) -> int: ...  # noqa: D102
     def names(self, folder: str) -> list[str]: ...  # noqa: D102
+    def unlink(self, name: str) -> None: ...  # noqa: D102
     def remove(self, name: str) -> None: ...  # noqa: D102
     def settle(self, folder: str) -> None: ...  # noqa: D102
     def renew(self) -> None: ...  # noqa: D102
@@ -169,6 +170,11 @@ class RemoteFiles:
             except FileNotFoundError:
                 return []
         return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in paths})
+
+    def unlink(self, name: str) -> None:
+        """Remove the one blob `name`, if it is there."""
+        with _os_errors(), contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(self._path(name))
 
     def remove(self, name: str) -> None:
         """Remove the blob `name`, or all blobs below it, if there are any."""

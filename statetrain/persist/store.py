@@ -279,7 +279,7 @@ class Store:
     def unpin(self, key: str) -> None:
         """Let the checkpoint `key` be pruned again."""
         with self._explained("unpin in"):
-            self._files.remove(f"keep/{key}")
+            self._files.unlink(f"keep/{key}")
 
     def pins(self) -> dict[str, str]:
         """Return the name of each pinned checkpoint."""
@@ -327,7 +327,7 @@ class Store:
 
     def _remove(self, keys: list[str]) -> None:
         for key in keys:
-            self._files.remove(f"commits/{key}.stc")
+            self._files.unlink(f"commits/{key}.stc")
         if keys:
             self._files.settle("commits")
         for key in keys:
@@ -468,15 +468,15 @@ class Store:
         for key in self._files.names("keep"):
             order = order_of(key)
             if order and key not in committed and self._is_over(order, gen):
-                self._files.remove(f"keep/{key}")
+                self._files.unlink(f"keep/{key}")
         for name in self._files.names("claims"):
             match = _CLAIM.fullmatch(name)
             if match and int(match[1]) < gen:
-                self._files.remove(f"claims/{name}")
+                self._files.unlink(f"claims/{name}")
         for name in self._files.names("commits"):
             order = order_of(name.removeprefix(".").split(".stc.")[0])
             if name.endswith(".tmp") and order and self._is_over(order, gen):
-                self._files.remove(f"commits/{name}")
+                self._files.unlink(f"commits/{name}")
 
     def _is_over(self, order: tuple[int, int, str], gen: int) -> bool:
         """Tell whether the save at `order` can no longer be in progress."""
