@@ -93,6 +93,7 @@ ORDER = (
     "cli.show",
     "cli.pin",
     "cli.prune",
+    "cli.check_store",
     "cli.main",
 )
 
