@@ -322,3 +322,15 @@ def test_a_small_checkpoint_takes_few_requests(
         container.read_index(file)
     logging.getLogger("statetrain").debug("%s", calls)
     assert len(calls) <= 5, calls
+
+
+def test_the_command_line_finds_it_fit(server: Server, url: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "statetrain.cli.main", "check-store"]
+    root = str(Path(st.__file__).parents[1])
+    environment = {**os.environ, **server.environment, "PYTHONPATH": root}
+    done = subprocess.run(
+        [*command, url, "--mib", "8"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"{url} is fit for checkpoints"
+    logging.getLogger("statetrain").info("%s", done.stdout)
