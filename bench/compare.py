@@ -19,7 +19,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -59,15 +59,37 @@ class Row:
     sure: tuple[float, float]
     quartiles: tuple[float, float]
     pairs: int
+    best: float  # the least that was measured over the least of the reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """What a figure should be; one that is not met is printed and stops nothing."""
+
+    name: str
+    limit: str
+    measured: float
+    met: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows in one unit."""
+    """Rows in one unit, and what they should show."""
 
     title: str
     unit: str
     rows: list[Row]
+    gates: list[Gate] = field(default_factory=list)
+
+
+def at_least(name: str, limit: float, measured: float) -> Gate:
+    """Return the gate of a figure that should not be below `limit`."""
+    return Gate(name=name, limit=f"≥ {limit:.2f}", measured=measured, met=measured >= limit)
+
+
+def at_most(name: str, limit: float, measured: float) -> Gate:
+    """Return the gate of a figure that should not be above `limit`."""
+    return Gate(name=name, limit=f"≤ {limit:.2f}", measured=measured, met=measured <= limit)
 
 
 def against(reference: Contender, *contenders: Contender) -> list[tuple[Contender, Contender]]:
@@ -110,6 +132,7 @@ def row(name: str, does: str, pairs: list[tuple[float, float]]) -> Row:
         sure=(differences[low], differences[high]),
         quartiles=(first, third),
         pairs=len(pairs),
+        best=min(value for _, value in pairs) / min(reference for reference, _ in pairs),
     )
 
 
@@ -165,6 +188,20 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     return [list(HEADS), *lines]
 
 
+def gate_cells(gates: list[dict[str, Any]]) -> list[list[str]]:
+    """Return gates as text, their head first."""
+    lines = [
+        [
+            each["name"],
+            each["limit"],
+            f"{each['measured']:.2f}",
+            "met" if each["met"] else "not met",
+        ]
+        for each in gates
+    ]
+    return [["gate", "limit", "measured", ""], *lines] if lines else []
+
+
 def _measured(match: tuple[Contender, Contender], *, swapped: bool) -> tuple[float, float]:
     values = {}
     for which in (1, 0) if swapped else (0, 1):
@@ -181,6 +218,7 @@ def _text(table: dict[str, Any]) -> str:
         words = [c.ljust(w) for c, w in zip(line[:WORDS], widths, strict=False)]
         numbers = [c.rjust(w) for c, w in zip(line[WORDS:], widths[WORDS:], strict=True)]
         texts.append("  ".join(words + numbers))
+    texts += ["  ".join(line) for line in gate_cells(table["gates"])]
     return "\n".join(texts)
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from compare import WORDS, cells
+from compare import WORDS, cells, gate_cells
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 PLACE = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -38,10 +38,17 @@ def _replaced(found: re.Match[str], folder: Path) -> str:
 
 
 def _markdown(table: dict[str, Any]) -> str:
-    head, *rows = cells(table["rows"])
+    parts = [f"**{table['title'].capitalize()}** ({table['unit']})"]
+    parts += [_lines(part) for part in (cells(table["rows"]), gate_cells(table.get("gates", [])))]
+    return "\n\n".join(filter(None, parts))
+
+
+def _lines(lines: list[list[str]]) -> str:
+    if not lines:
+        return ""
+    head, *rows = lines
     rule = ["---" if i < WORDS else "--:" for i in range(len(head))]
-    lines = "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows))
-    return f"**{table['title'].capitalize()}** ({table['unit']})\n\n{lines}"
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,9 @@ ORDER = (
     "cli.stored",
     "cli.ls",
     "cli.show",
+    "cli.verify",
+    "cli.elements",
+    "cli.diff",
     "cli.pin",
     "cli.prune",
     "cli.check_store",
@@ -114,6 +117,9 @@ MUST_NOT_KNOW = {
     "persist.checkpoint": {"machine", "callbacks"},
     "cluster.preempt": {"loop", "persist.checkpoint"},
     "data.loader": {"loop", "machine"},
+    "cli.verify": {"torch", "run", "cli.target"},
+    "cli.elements": {"run", "persist.container"},
+    "cli.diff": {"torch", "run", "cli.target"},
 }
 
 # The one file that imports a foreign package.

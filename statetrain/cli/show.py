@@ -136,7 +136,7 @@ def _checkpoint(place: Place, found: Found) -> list[str]:
     which = "the newest" if found.number == 0 else f"{found.number} newer"
     versions = [f"{name} {version}" for name, version in record.versions.items()]
     facts_of = [
-        f"{which} of {len(place.all)}",
+        f"{which} of {len(place.ids)}",
         size(record.nbytes),
         f"saved {age(time.time() - record.created)} ago",
         f"run {record.run_id[:8]}",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from statetrain.errors import CheckpointError
@@ -15,9 +15,9 @@ from statetrain.loop import nearest
 from statetrain.persist import container
 from statetrain.persist.codec import DamagedError
 from statetrain.persist.container import Index
-from statetrain.persist.record import Record, order_of
+from statetrain.persist.record import Record
 from statetrain.persist.remote import files_at
-from statetrain.persist.store import Store
+from statetrain.persist.store import MissingError, Store
 
 __all__ = ["Found", "Place", "Stored", "split"]
 
@@ -34,7 +34,7 @@ class Stored:
     @property
     def step(self) -> int:
         """The optimizer step, which the id holds too."""
-        return int(self.id.split("-")[2][1:])
+        return step_of(self.id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,15 @@ class Place:
         self._files = files_at(url)
         self._check_folder()
         with self._explained():
-            self.all = self._listed()
+            names = self._files.everything()
+            self.ids = self.store.ids(names)
+        self._pins = {name.removeprefix("keep/") for name in names}
+        self._stored: dict[str, Stored] = {}
+
+    @property
+    def all(self) -> list[Stored]:
+        """The checkpoints, newest first, their records read; without those pruned meanwhile."""
+        return list(filter(None, map(self._read, self.ids)))
 
     def index(self, record: Record) -> Index:
         """Return what the checkpoint holds, verified but for its tensors' data.
@@ -73,7 +81,10 @@ class Place:
 
     def looked_at(self) -> Iterator[tuple[Stored, Index | None]]:
         """Yield each checkpoint, newest first, with its index; None where something is damaged."""
-        for stored in self.all:
+        yield from self._indexed(self.ids)
+
+    def _indexed(self, ids: Iterable[str]) -> Iterator[tuple[Stored, Index | None]]:
+        for stored in filter(None, map(self._read, ids)):
             if stored.record is None:
                 yield stored, None
                 continue
@@ -94,15 +105,13 @@ class Place:
         Raises:
             CheckpointError: there is none, or it is damaged, or several begin so.
         """
-        if not self.all:
+        if not self.ids:
             raise CheckpointError(self.nothing())
         chosen = self._chosen(wanted)
         passed: list[Stored] = []
-        for stored, index in self.looked_at():
-            if stored.id not in chosen:
-                continue
+        for stored, index in self._indexed(key for key in self.ids if key in chosen):
             if index is not None and stored.record is not None:
-                number = [each.id for each in self.all].index(stored.id)
+                number = self.ids.index(stored.id)
                 found = Found(stored=stored, record=stored.record, index=index, number=number)
                 return found, passed
             passed.append(stored)
@@ -116,7 +125,7 @@ class Place:
         return f"no checkpoints at {self.url!r}{self._instead() or ': nothing was saved there yet'}"
 
     def _chosen(self, wanted: str | None) -> set[str]:
-        ids = [stored.id for stored in self.all]
+        ids = self.ids
         if wanted is None:
             return set(ids)
         if wanted.startswith("step="):
@@ -134,35 +143,30 @@ class Place:
     def _of_step(self, step: str) -> set[str]:
         if not step.isdecimal():
             raise CheckpointError(f"step={step!r} is no step: write a number, as in @step=120")
-        chosen = {stored.id for stored in self.all if stored.step == int(step)}
+        steps = {key: step_of(key) for key in self.ids}
+        chosen = {key for key, number in steps.items() if number == int(step)}
         if not chosen:
-            steps = sorted({stored.step for stored in self.all}, key=lambda n: abs(n - int(step)))
+            near = min(steps.values(), key=lambda number: (abs(number - int(step)), number))
             raise CheckpointError(
-                f"no checkpoint of step {step} at {self.url}: the nearest is of step {steps[0]}"
+                f"no checkpoint of step {step} at {self.url}: the nearest is of step {near}"
             )
         return chosen
 
-    def _listed(self) -> list[Stored]:
-        names, pins = self._files.names("commits"), {*self._files.names("keep")}
-        records = {record.id: record for record in self.store.records()}
-        ids = {name.removesuffix(".stc") for name in names if name.endswith(".stc")} | {*records}
-        orders = {key: order for key in ids if (order := order_of(key)) is not None}
-        found = []
-        for key in sorted(orders, key=lambda key: orders[key], reverse=True):
-            stored = Stored(id=key, record=records.get(key), pinned=key in pins)
-            if stored.record is None:
-                with contextlib.suppress(FileNotFoundError):  # pruned while this looked
-                    found.append(_damaged(stored, self._record_error(key)))
-            else:
-                found.append(stored)
-        return found
-
-    def _record_error(self, key: str) -> Exception:
-        try:
-            record = Record.from_bytes(self._files.get(f"commits/{key}.stc"))
-        except DamagedError as error:
-            return error
-        return DamagedError(f"its commit record is that of {record.id}")
+    def _read(self, key: str) -> Stored | None:
+        """Return the checkpoint `key`, its record read; None if it was pruned meanwhile."""
+        if key not in self._stored:
+            record, damage = None, None
+            try:
+                with self._explained():
+                    record = self.store.record(key)
+            except MissingError:
+                return None
+            except DamagedError as error:
+                damage = str(error)
+            self._stored[key] = Stored(
+                id=key, record=record, damage=damage, pinned=key in self._pins
+            )
+        return self._stored[key]
 
     def _has(self, key: str) -> bool:
         with self._explained():
@@ -198,6 +202,11 @@ class Place:
             raise CheckpointError(
                 f"cannot read {self.url}: {error}; check the URL and its permissions"
             ) from error
+
+
+def step_of(id: str) -> int:  # noqa: A002  # the word of the format
+    """Return the optimizer step in a checkpoint's id."""
+    return int(id.split("-")[2][1:])
 
 
 def split(text: str) -> tuple[str, str | None]:

@@ -100,6 +100,15 @@ class LocalFiles:
         except FileNotFoundError:
             return []
 
+    def everything(self) -> list[str]:
+        """Return the names of all files here and in all folders, sorted."""
+        found = [
+            os.path.relpath(os.path.join(folder, name), self.root).replace(os.sep, "/")
+            for folder, _, names in os.walk(self.root)
+            for name in names
+        ]
+        return sorted(found)
+
     def unlink(self, name: str) -> None:
         """Remove the file `name`, if it is there."""
         with contextlib.suppress(FileNotFoundError):

@@ -42,6 +42,7 @@ class Files(Protocol):
     def open(self, name: str, size: int | None = None) -> BinaryIO: ...  # noqa: D102
     def size(self, name: str) -> int: ...  # noqa: D102
     def names(self, folder: str) -> list[str]: ...  # noqa: D102
+    def everything(self) -> list[str]: ...  # noqa: D102
     def unlink(self, name: str) -> None: ...  # noqa: D102
     def remove(self, name: str) -> None: ...  # noqa: D102
     def settle(self, folder: str) -> None: ...  # noqa: D102
@@ -170,6 +171,12 @@ class RemoteFiles:
             except FileNotFoundError:
                 return []
         return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in paths})
+
+    def everything(self) -> list[str]:
+        """Return the names of all blobs, sorted: one request where the backend can."""
+        with _os_errors():
+            self.fs.invalidate_cache()
+            return sorted(path.removeprefix(f"{self.root}/") for path in self.fs.find(self.root))
 
     def unlink(self, name: str) -> None:
         """Remove the one blob `name`, if it is there."""

@@ -30,7 +30,7 @@ from statetrain.persist.local import LocalFiles, Lock
 from statetrain.persist.record import Parent, Record, Shard, order_of
 from statetrain.persist.remote import Files, files_at
 
-__all__ = ["Store", "SupersededError", "newest_of"]
+__all__ = ["MissingError", "Store", "SupersededError", "newest_of"]
 
 log = logging.getLogger("statetrain")
 T = TypeVar("T")
@@ -186,10 +186,24 @@ class Store:
         """
         return newest_of([self], read)
 
-    def ids(self) -> list[str]:
-        """Return the ids of all commits, newest first."""
+    def ids(self, listed: Iterable[str] | None = None) -> list[str]:
+        """Return the ids of all commits, newest first; `listed` are the names of all blobs."""
         with self._explained("list"):
-            return self._ids()
+            if listed is None:
+                return self._ids()
+            return self._ids(name.removeprefix("commits/") for name in listed)
+
+    def record(self, key: str) -> Record:
+        """Return the commit record of the checkpoint `key`.
+
+        Raises:
+            DamagedError: it is not there (a `MissingError`), or not whole.
+        """
+        with self._explained("read"):
+            found = self._record(key)
+        if isinstance(found, DamagedError):
+            raise found
+        return found
 
     def load(self, key: str, read: Callable[[BinaryIO], T]) -> tuple[Record, T]:
         """Return the checkpoint `key` and what `read` made of it.
@@ -199,9 +213,7 @@ class Store:
         """
         with self._explained("read"):
             try:
-                record = self._record(key)
-                if isinstance(record, DamagedError):
-                    raise record
+                record = self.record(key)
                 return record, self._read(record, read)
             except MissingError:
                 raise
@@ -397,9 +409,9 @@ class Store:
         record = None if key in self._damaged else self._record(key)
         return record if isinstance(record, Record) and all(map(self._has, record.shards)) else None
 
-    def _ids(self) -> list[str]:
+    def _ids(self, listed: Iterable[str] | None = None) -> list[str]:
         """Return the ids of all commits, newest first; a hint helps where listings lag behind."""
-        names = self._retried(lambda: self._files.names("commits"))
+        names = listed or self._retried(lambda: self._files.names("commits"))
         ids = {name.removesuffix(".stc") for name in names if name.endswith(".stc")}
         with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
             hint = self._retried(lambda: self._files.get("LATEST")).decode().strip()
