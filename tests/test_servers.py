@@ -23,6 +23,7 @@ import torch
 from servers import Server
 
 import statetrain as st
+from statetrain.cli.stored import Place
 from statetrain.errors import CheckpointError
 from statetrain.persist import container
 from statetrain.persist.compare import unequal
@@ -334,3 +335,27 @@ def test_the_command_line_finds_it_fit(server: Server, url: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == f"{url} is fit for checkpoints"
     logging.getLogger("statetrain").info("%s", done.stdout)
+
+
+def test_a_large_checkpoint_is_shown_in_five_requests(
+    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if server.kind != "s3":
+        pytest.skip("requests are counted on s3")
+    import s3fs
+
+    calls: list[str] = []
+    plain = s3fs.S3FileSystem._call_s3
+
+    async def counted(self: Any, method: str, *args: Any, **more: Any) -> Any:
+        calls.append(method)
+        return await plain(self, method, *args, **more)
+
+    store = opened(server, url)
+    for value in range(3):
+        save(store, value, size=1_000_000)
+    monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
+    found, _ = Place(url).find(None)
+    assert found.index.tree["value"] == 2
+    assert len(calls) <= 5, calls
