@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
@@ -146,7 +147,8 @@ class Session:
             received = self.signals.received
         if error is None and self.leaving and received is not None and self.checkpoints is not None:
             code = EXIT_INTERRUPTED if received == SIGINT else EXIT_PREEMPTED
-            url, state = self.checkpoints.url, self.run.state
+            url, record = self.checkpoints.url, self.checkpoints.store.acknowledged
+            state = self.run.state if record is None else record.state
             message = f"{received.name}: saved in state {state!r} at {url}; run it again to go on"
             log.warning("%s", message)
             raise Preempted(message, code=code, url=url, state=state)
@@ -192,7 +194,14 @@ class Session:
     def _save(self, state: str, *, last: bool) -> None:
         assert self.checkpoints is not None  # noqa: S101
         self.run.request = None
-        self.checkpoints.save(self.run, self.snapshot(), state, last=last)
+        self.checkpoints.save(self.run, self.snapshot(), state, last=last, left=self._left())
+
+    def _left(self) -> float | None:
+        """Return the seconds until the process is killed, where a signal said that it will be."""
+        grace = None if self.checkpoints is None else self.checkpoints.grace
+        if grace is None or self.signals.received is None:
+            return None
+        return self.signals.received_at + grace - time.monotonic()
 
     def _finish(self) -> None:
         self.run.request = None

@@ -41,6 +41,8 @@ class Empty:
         (np.zeros(2), np.zeros((2, 1))),
         (torch.zeros(2), -torch.zeros(2)),
         (torch.zeros(2, 2), torch.zeros(2, 2).t()[:1]),
+        (torch.eye(2).to_sparse(), torch.eye(2)),
+        (torch.eye(2).to_sparse(), -torch.eye(2).to_sparse()),
     ],
 )
 def test_what_differs_is_found(a: Any, b: Any) -> None:
@@ -59,6 +61,7 @@ def test_what_differs_is_found(a: Any, b: Any) -> None:
         np.array([math.nan, -0.0]),
         torch.tensor([math.nan, -0.0]),
         torch.ones(2, dtype=torch.complex64).conj(),
+        torch.eye(2).to_sparse(),
         "a",
         None,
     ],

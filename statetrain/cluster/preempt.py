@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ log = logging.getLogger("statetrain")
 class Signals:
     """Note signals while the `with` block runs; `received` is the first of them.
 
-    Then `asked` is called, which may set another flag. Handlers that were there before are called
+    It came at `received_at`. Then `asked` is called, which may set another flag. Handlers that were there before are called
     too, and are put back at the end. Where a signal came and there was none, it is ignored from
     then on: it would kill a process that has saved and is on its way out. A second Ctrl-C raises
     `KeyboardInterrupt` at once. Outside the main thread, where Python allows no handlers, nothing
@@ -30,6 +31,7 @@ class Signals:
         self.watched = tuple(watched)
         self._asked = asked
         self.received: signal.Signals | None = None
+        self.received_at = 0.0  # of time.monotonic()
         self._interrupts = 0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -54,6 +56,7 @@ class Signals:
                 raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(number)
+            self.received_at = time.monotonic()
             if self._asked is not None:
                 self._asked()
         before = self._before.get(signal.Signals(number))

@@ -84,6 +84,9 @@ class Checkpoints:
             it, or `"skip"` and leave it to the next interval. All other saves wait.
         on_error: a save that fails, other than the last one of `fit`, ends training with the error
             (`"raise"`; that of an asynchronous one at the next transition) or is logged (`"warn"`).
+        grace: how many seconds lie between a signal and the kill, as the cluster has it. Where they
+            do not suffice for the save in flight and one of the newest state, the first is dropped;
+            where they do not suffice for the newest, the one in flight is finished. None: they do.
 
     Attributes:
         time_to_save: how many seconds the last save took until it was there; None before the first.
@@ -105,6 +108,7 @@ class Checkpoints:
         asynchronous: bool = True,
         busy: str = "wait",
         on_error: str = "raise",
+        grace: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, given, known in (
@@ -114,6 +118,10 @@ class Checkpoints:
         ):
             if given not in known:
                 raise CheckpointError(f"{name}={given!r}: give {known[0]!r} or {known[1]!r}")
+        if grace is not None and (isinstance(grace, bool) or not grace > 0):
+            raise CheckpointError(
+                f"grace={grace!r}: give the seconds between a signal and the kill"
+            )
         self.store: Store | Mirrored = _store(url, mirror, storage_options)
         self._options = None if mirror is not None else storage_options
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
@@ -123,6 +131,7 @@ class Checkpoints:
         self.asynchronous = asynchronous
         self.busy = busy
         self.on_error = on_error
+        self.grace = grace
         self.time_to_save: float | None = None
         self._writer = Writer(self._look)
         self._clock = clock
@@ -145,7 +154,7 @@ class Checkpoints:
             storage_options=self._options,
         )
         made.signals, made.asynchronous = self.signals, self.asynchronous
-        made.busy, made.on_error = self.busy, self.on_error
+        made.busy, made.on_error, made.grace = self.busy, self.on_error, self.grace
         made._seconds, made._clock = self._seconds, self._clock
         return made
 
@@ -200,15 +209,25 @@ class Checkpoints:
         log.info("no checkpoint at step %d: the last one is still being written", run.step)
         return True
 
-    def save(self, run: Run, snapshot: Snapshot, state: str, *, last: bool = False) -> None:
+    def save(
+        self,
+        run: Run,
+        snapshot: Snapshot,
+        state: str,
+        *,
+        last: bool = False,
+        left: float | None = None,
+    ) -> None:
         """Store `snapshot` as it is now, and remove what `keep` does not keep.
 
         It may still be being written on return, except the `last` one. An earlier one is finished
-        first.
+        first. `left` are the seconds until the process is killed; see `grace`.
 
         Raises:
             CheckpointError: it could not be stored; what was stored before is untouched.
         """
+        if left is not None and self._is_too_late(left):
+            return
         self._writer.wait()
         if not last:
             self.settle(run)
@@ -231,6 +250,24 @@ class Checkpoints:
             if last or self.on_error == "raise":
                 raise
             log.warning("a checkpoint was not saved: %s", error)
+
+    def _is_too_late(self, left: float) -> bool:
+        """Whether only the save in flight was still possible; drop it where it is in the way."""
+        takes = self.time_to_save
+        if takes is None or not self._writer.busy:
+            return False
+        rest = max(0.0, takes - self._writer.age)
+        if rest + takes <= left:
+            return False
+        if takes <= left:
+            log.warning("%.1f s are left: the save in flight is dropped for a newer one", left)
+            self._writer.drop()
+            return False
+        log.warning(
+            "%.1f s are left and a save takes %.1f s: the one in flight is the last", left, takes
+        )
+        self._writer.wait()
+        return self._writer.error is None
 
     def close(self, *, at_once: bool = False) -> None:
         """Finish what is being written, or stop it if it is to end `at_once`; log if it failed."""

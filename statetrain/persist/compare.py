@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from statetrain.persist.values import split_sparse
+
 __all__ = ["leaves", "unequal"]
 
 MISSING = object()
@@ -51,13 +53,21 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        facts = [(t.dtype, t.shape, t.stride(), t.requires_grad) for t in (a, b)]
-        return facts[0] == facts[1] and _bytes(a) == _bytes(b)
+        return _same_tensors(a, b)
     if isinstance(a, (np.ndarray, np.generic)):
         return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     if isinstance(a, (float, complex)):
         return struct.pack("dd", a.real, a.imag) == struct.pack("dd", b.real, b.imag)
     return bool(a == b)
+
+
+def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if torch.strided not in {a.layout, b.layout}:
+        return unequal(split_sparse(a), split_sparse(b)) == []
+    if a.layout is not b.layout:
+        return False
+    facts = [(t.dtype, t.shape, t.stride(), t.requires_grad) for t in (a, b)]
+    return facts[0] == facts[1] and _bytes(a) == _bytes(b)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

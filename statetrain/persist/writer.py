@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import BinaryIO
@@ -29,6 +30,7 @@ class Writer:
         self._arena = Arena()
         self.error: BaseException | None = None
         self._stopped = False
+        self._began = 0.0
         self._done = threading.Event()
         self._done.set()
         _writers.add(self)
@@ -38,6 +40,11 @@ class Writer:
         """Whether a save is being written."""
         return not self._done.is_set()
 
+    @property
+    def age(self) -> float:
+        """For how many seconds the save in flight, or the last one, has been written."""
+        return time.perf_counter() - self._began
+
     def start(self, tree: object, save: Callable[[Write], object]) -> None:
         """Copy `tree`, and let `save(write)` store it in a thread; wait for an earlier save first.
 
@@ -46,6 +53,7 @@ class Writer:
             OSError, MemoryError, RuntimeError: there is no memory for a copy.
         """
         self.wait()
+        self._began = time.perf_counter()
         image = self._arena.take(tree)
 
         def write(file: BinaryIO) -> Segment:
@@ -67,6 +75,12 @@ class Writer:
         except BaseException:
             self._stopped = True
             raise
+
+    def drop(self) -> None:
+        """Stop the save in flight, and wait until it has stopped."""
+        self._stopped = True
+        self.wait()
+        self.error = None
 
     def take_error(self) -> BaseException | None:
         """Return why the last save has failed, once."""
