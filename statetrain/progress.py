@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "terminal"]
 
 log = logging.getLogger("statetrain")
 
@@ -70,7 +70,7 @@ class Progress:
     ) -> None:
         self.run = run
         self.stream = sys.stderr if stream is None else stream
-        self.console = _terminal(self.stream, live=live)
+        self.console = terminal(self.stream, live=live)
         self.failed = self._over = False
         plain = self.console is None or self.console.options.ascii_only
         self._marks = "#-" if plain else "━─"
@@ -244,7 +244,7 @@ def _fitting(parts: list[_Part], width: int) -> list[_Part]:
     return kept
 
 
-def _terminal(stream: TextIO, *, live: bool | None) -> Console | None:
+def terminal(stream: TextIO, *, live: bool | None) -> Console | None:
     """Return rich's console on a terminal where nobody else draws, else None."""
     if live is False or (live is None and not stream.isatty()) or hasattr(stream, PROXIED):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import signal
 import subprocess
@@ -367,7 +366,6 @@ def test_loaders_with_workers_go_on_beside_it(tmp_path: Path, gate: Gate) -> Non
             assert len(list(loader)) == 4
             gate.open.set()
 
-    logging.getLogger("statetrain").setLevel(logging.ERROR)
     job = trainer(tmp_path, every="1 steps")
     job.on("batch_end")(look)
     job.fit(Ones(), [[batch] for batch in BATCHES])

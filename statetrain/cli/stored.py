@@ -107,7 +107,7 @@ class Place:
         """
         if not self.ids:
             raise CheckpointError(self.nothing())
-        chosen = self._chosen(wanted)
+        chosen = self.chosen(wanted)
         passed: list[Stored] = []
         for stored, index in self._indexed(key for key in self.ids if key in chosen):
             if index is not None and stored.record is not None:
@@ -124,7 +124,8 @@ class Place:
         """Say that no checkpoint is here, and where there are some instead."""
         return f"no checkpoints at {self.url!r}{self._instead() or ': nothing was saved there yet'}"
 
-    def _chosen(self, wanted: str | None) -> set[str]:
+    def chosen(self, wanted: str | None) -> set[str]:
+        """Return the ids that `wanted` names: all where it is None. It raises as `find` does."""
         ids = self.ids
         if wanted is None:
             return set(ids)
