@@ -302,14 +302,13 @@ def test_a_connection_that_was_cut_is_made_anew(server: Server, url: str) -> Non
     assert newest(opened(server, url)) == 2
 
 
-def test_a_small_checkpoint_takes_few_requests(
-    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests to s3 from now on."""
     if server.kind != "s3":
         pytest.skip("requests are counted on s3")
     import s3fs
 
-    save(opened(server, url), 1)
     calls: list[str] = []
     plain = s3fs.S3FileSystem._call_s3
 
@@ -318,11 +317,44 @@ def test_a_small_checkpoint_takes_few_requests(
         return await plain(self, method, *args, **more)
 
     monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
+    return calls
+
+
+def test_a_small_checkpoint_takes_few_requests(
+    server: Server, url: str, requests: list[str]
+) -> None:
+    save(opened(server, url), 1)
+    requests.clear()
     store = opened(server, url)
     with store.open(store.records()[0]) as file:
         container.read_index(file)
-    logging.getLogger("statetrain").debug("%s", calls)
-    assert len(calls) <= 5, calls
+    assert len(requests) <= 5, requests
+
+
+def test_a_large_checkpoint_is_shown_in_five_requests(
+    server: Server, url: str, requests: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(server, url)
+    for value in range(3):
+        save(store, value, size=1_000_000)
+    monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
+    requests.clear()
+    found, _ = Place(url).find(None)
+    assert found.index.tree["value"] == 2
+    assert len(requests) <= 5, requests
+
+
+def test_many_tensors_are_read_in_few_requests(
+    server: Server, url: str, requests: list[str]
+) -> None:
+    tree = {str(n): torch.full((10_000,), float(n)) for n in range(1000)}  # 40 MB
+    store = opened(server, url)
+    store.save(lambda file: container.write(tree, file), step=1, state="s")
+    requests.clear()
+    found = store.newest(container.read)
+    assert found is not None
+    assert unequal(found[1], tree) == []
+    assert len(requests) <= 12, requests  # 5 of 8 MiB, and both ends
 
 
 def test_the_command_line_finds_it_fit(server: Server, url: str) -> None:
@@ -335,27 +367,3 @@ def test_the_command_line_finds_it_fit(server: Server, url: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == f"{url} is fit for checkpoints"
     logging.getLogger("statetrain").info("%s", done.stdout)
-
-
-def test_a_large_checkpoint_is_shown_in_five_requests(
-    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if server.kind != "s3":
-        pytest.skip("requests are counted on s3")
-    import s3fs
-
-    calls: list[str] = []
-    plain = s3fs.S3FileSystem._call_s3
-
-    async def counted(self: Any, method: str, *args: Any, **more: Any) -> Any:
-        calls.append(method)
-        return await plain(self, method, *args, **more)
-
-    store = opened(server, url)
-    for value in range(3):
-        save(store, value, size=1_000_000)
-    monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
-    found, _ = Place(url).find(None)
-    assert found.index.tree["value"] == 2
-    assert len(calls) <= 5, calls

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Protocol, TypeVar, runtime_checkable
 
 import torch
 import xxhash
@@ -19,6 +19,16 @@ __all__ = ["read_chunks", "read_spans", "verify"]
 
 THREADS = min(4, os.cpu_count() or 1)
 MOST = 512  # pieces that one system call fills; Linux takes 1024
+
+
+@runtime_checkable
+class Ranged(Protocol):
+    """A file of which any range can be asked for, from so many threads at a time."""
+
+    parallel: int
+
+    def read_at(self, offset: int, nbytes: int) -> bytes: ...
+
 
 Read = Callable[[int, list[memoryview]], None]
 T = TypeVar("T")
@@ -124,22 +134,24 @@ def _targets(tables: Tables, targets: list[memoryview]) -> Iterator[memoryview]:
 
 def _each(file: BinaryIO, work: Callable[[Read, T], None], items: Iterable[T]) -> None:
     """Do the work on each item, on several cores where the file can be read at any place."""
-    if not _is_plain(file):
+    raw = file.raw if isinstance(file, io.BufferedReader) else file
+    read: Read
+    if isinstance(raw, io.FileIO) and hasattr(os, "preadv"):
+        read, threads = partial(_read_at, raw.fileno()), THREADS
+    elif isinstance(raw, Ranged):
+        read, threads = partial(_read_range, raw), raw.parallel
+    else:
+        read, threads = partial(_read_on, file), 1
+    if threads == 1:
         for item in items:
-            work(partial(_read_on, file), item)
+            work(read, item)
         return
-    read = partial(_read_at, file.fileno())
-    pool = ThreadPoolExecutor(THREADS, "statetrain-read")
+    pool = ThreadPoolExecutor(threads, "statetrain-read")
     try:
         for _ in pool.map(partial(work, read), items):
             pass
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _is_plain(file: BinaryIO) -> bool:
-    raw = file.raw if isinstance(file, io.BufferedReader) else file
-    return isinstance(raw, io.FileIO) and hasattr(os, "preadv")
 
 
 def _read_at(fd: int, offset: int, pieces: list[memoryview]) -> None:
@@ -148,6 +160,14 @@ def _read_at(fd: int, offset: int, pieces: list[memoryview]) -> None:
         require(count > 0, "it ends too early")
         offset += count
         pieces = rest(pieces, count)
+
+
+def _read_range(file: Ranged, offset: int, pieces: list[memoryview]) -> None:
+    data = memoryview(file.read_at(offset, sum(map(len, pieces))))
+    for piece in pieces:
+        require(len(data) >= len(piece), "it ends too early")
+        piece[:] = data[: len(piece)]
+        data = data[len(piece) :]
 
 
 def _read_on(file: BinaryIO, offset: int, pieces: list[memoryview]) -> None:

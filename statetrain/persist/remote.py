@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "http", "https"}
 WINDOW = 256 << 10  # what one request for a header, an index or a trailer fetches
+PARALLEL = 8  # ranges of 8 MiB under way at a time
 PIPELINED = 64  # reads under way at a time, over sftp
 REFUSED = {401, 403}
 NO_ROOM = {413, 507}
@@ -234,6 +236,12 @@ class _Ranges(io.RawIOBase):
         self._begin = b""
         self._end = b""
         self._file: Any = None  # where the backend does not know ranges
+        self._mutex = threading.Lock()
+        self.parallel = PARALLEL if getattr(fs, "async_impl", False) else 1
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return a range of the blob; `parallel` threads may ask at a time."""
+        return self._range(offset, offset + nbytes)
 
     def seekable(self) -> bool:
         return True
@@ -280,8 +288,9 @@ class _Ranges(io.RawIOBase):
                 data = self._fs.cat_file(self._path, start=start, end=end)
             if len(data) == end - start:
                 return data
-            self._file = self._file or self._fs.open(self._path, "rb")
-            data = _read_at(self._file, start, end)
+            with self._mutex:
+                self._file = self._file or self._fs.open(self._path, "rb")
+                data = _read_at(self._file, start, end)
             if len(data) == end - start or self._fs.info(self._path)["size"] < end:
                 return data  # it was cut off: that is damage, for the reader to see
         raise OSError(f"{len(data)} bytes came back for {start} to {end} of {self._path}")
