@@ -18,10 +18,21 @@ from statetrain.errors import CheckpointError
 from statetrain.loop import Loop
 from statetrain.persist import container, snapshot
 from statetrain.persist.checkpoint import Checkpoints, Snapshot, changed, misfits
-from statetrain.persist.parts import Part, restore_weights, weight_differences
+from statetrain.persist.compare import unequal
+from statetrain.persist.parts import (
+    COMPILED,
+    Part,
+    buffers,
+    parameters,
+    restore_weights,
+    submodules,
+    weight_differences,
+)
 from statetrain.run import Run
 
 __all__ = [
+    "IMPORTED",
+    "as_snapshot",
     "check_fit",
     "first_weights",
     "modules_of",
@@ -34,6 +45,8 @@ __all__ = [
 
 log = logging.getLogger("statetrain")
 
+IMPORTED = "imported"  # the state of a snapshot that holds a file's weights and no run
+
 
 def check_fit(loop: Loop, run: Run, saved: Snapshot, where: str) -> None:
     """Refuse a checkpoint of another loop, or of a run with other parts or static fields.
@@ -41,6 +54,11 @@ def check_fit(loop: Loop, run: Run, saved: Snapshot, where: str) -> None:
     Raises:
         CheckpointError: every difference is named.
     """
+    if _is_imported(saved):
+        raise CheckpointError(
+            f"{where} holds imported weights and no run to go on from: give its place as "
+            "init_from=, and another as checkpoints="
+        )
     found = misfits(loop, run, saved)
     for name, value in static_fields(run).items():
         found += changed("run", {name: saved.static.get(name)}, {name: value})
@@ -109,9 +127,9 @@ def first_weights(modules: Mapping[str, nn.Module], url: str) -> None:
     found = Checkpoints(url).newest()
     if found is None:
         raise CheckpointError(f"init_from={url!r} holds no checkpoint")
-    parts = {path: part for path, _, part in snapshot.pairs(Run(), found[1].run)}
+    parts, lacking = _saved_parts(modules, found[1])
     saved = {path: _module_part(path, parts) for path in modules}
-    lacking = [f"{path}: no module in the checkpoint" for path, part in saved.items() if not part]
+    lacking += [f"{path}: no module in the checkpoint" for path, part in saved.items() if not part]
     pairs = [(path, live, part) for path, live in modules.items() if (part := saved[path])]
     lacking += [line for path, live, part in pairs for line in weight_differences(live, part, path)]
     if lacking or not modules:
@@ -120,6 +138,104 @@ def first_weights(modules: Mapping[str, nn.Module], url: str) -> None:
     for _, live, part in pairs:
         restore_weights(live, part)
     log.info("first weights from %s at %s", found[0].id, url)
+
+
+def as_snapshot(tensors: Mapping[str, torch.Tensor], source: str) -> Snapshot:
+    """Return the weights of a file as a snapshot that no loop made: it gives first weights only."""
+    state = {
+        "parameters": dict(tensors),
+        "requires_grad": dict.fromkeys(tensors, True),
+        "gradients": dict.fromkeys(tensors),
+        "buffers": {},
+        "training": {},
+        "extra": {},
+    }
+    return Snapshot(
+        run={**snapshot.capture(Run(state=IMPORTED)), "weights": Part("module", state)},
+        static={},
+        random={},
+        callbacks={"counters": {}, "objects": {}},
+        loggers={},
+        attributes={},
+        loop={"initial": IMPORTED, "states": [], "transitions": []},
+        options={"file": source},
+        limits={},
+        numerics={},
+    )
+
+
+def _is_imported(saved: Snapshot) -> bool:
+    return not saved.loop["states"]  # a loop has at least one
+
+
+def _saved_parts(
+    modules: Mapping[str, nn.Module], saved: Snapshot
+) -> tuple[dict[str, Part], list[str]]:
+    """Return the parts of a snapshot by their path, and what it has that fits no module."""
+    if _is_imported(saved):
+        return _imported_parts(modules, saved.run["weights"].state["parameters"])
+    return {path: part for path, _, part in snapshot.pairs(Run(), saved.run)}, []
+
+
+def _imported_parts(
+    modules: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Part], list[str]]:
+    """Return a file's tensors as the parts of `modules`, and the names that belong to none.
+
+    The names of several modules begin with the field.
+    """
+    named = {_canonical(name): tensor for name, tensor in tensors.items()}
+    parts: dict[str, Part] = {}
+    for path, live in modules.items():
+        prefix = f"{path.removeprefix('run.')}." if len(modules) > 1 else ""
+        own = [name for name in named if name.startswith(prefix)]
+        found = {name.removeprefix(prefix): named.pop(name) for name in own}
+        parts[path] = _imported_part(live, found)
+    return parts, [f"{name}: a tensor of no module of this run" for name in named]
+
+
+def _imported_part(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Part:
+    """Return tensors under the names that a checkpoint of `module` has.
+
+    A tied parameter has its first name, and what `state_dict` leaves out stays as the module has
+    it.
+    """
+    held = dict(buffers(module))
+    live = {**held, **parameters(module)}
+    first = {id(t): name for name, t in live.items() if t is not None}
+    tied = {_canonical(n): first.get(id(t)) for n, t in module.state_dict(keep_vars=True).items()}
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, owner in submodules(module).items()
+        for name in owner._non_persistent_buffers_set  # noqa: SLF001 - torch has no getter
+    }
+    rest = {name: held[name] for name in held if name in kept or held[name] is None}
+    for name, tensor in tensors.items():
+        owner = tied.get(name) or name
+        other = tensors.get(owner, rest.get(owner))
+        if owner == name or other is None:
+            rest[owner] = _laid_out(tensor, live.get(owner))
+        elif unequal(other, tensor):
+            rest[name] = tensor  # tied here and not in the file: that is a difference
+    return Part(
+        "module",
+        {
+            "parameters": {name: t for name, t in rest.items() if name not in held},
+            "buffers": {name: t for name, t in rest.items() if name in held},
+        },
+    )
+
+
+def _laid_out(tensor: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor in the layout of `live`, which no safetensors file has."""
+    if live is None or (live.shape, live.dtype) != (tensor.shape, tensor.dtype):
+        return tensor
+    same = live.stride() == tensor.stride()
+    return tensor if same else torch.empty_like(live, device="cpu").copy_(tensor)
+
+
+def _canonical(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def _module_part(path: str, parts: Mapping[str, Part]) -> Part | None:

@@ -97,6 +97,11 @@ ORDER = (
     "cli.pin",
     "cli.prune",
     "cli.check_store",
+    "cli.cp",
+    "cli.weights",
+    "cli.statedict",
+    "cli.export",
+    "cli.import_",
     "cli.main",
 )
 
@@ -120,6 +125,11 @@ MUST_NOT_KNOW = {
     "cli.verify": {"torch", "run", "cli.target"},
     "cli.elements": {"run", "persist.container"},
     "cli.diff": {"torch", "run", "cli.target"},
+    "cli.cp": {"torch", "run", "cli.target"},
+    "cli.weights": {"run", "cli.target"},
+    "cli.statedict": {"run", "persist.container"},
+    "cli.export": {"run", "cli.target"},
+    "cli.import_": {"run", "cli.target"},
 }
 
 # The one file that imports a foreign package.
@@ -130,6 +140,7 @@ HOMES = {
     "pygraphviz": "diagram",
     "apex": "plugins.apex",
     "rich": "progress",
+    "safetensors": "cli.statedict",
 }
 
 # `import statetrain` works without these, and does not wait for them.

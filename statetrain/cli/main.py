@@ -7,13 +7,26 @@ import sys
 from collections.abc import Sequence
 
 import statetrain
-from statetrain.cli import check_store, diff, draw, ls, pin, prune, run, show, verify
+from statetrain.cli import (
+    check_store,
+    cp,
+    diff,
+    draw,
+    export,
+    import_,
+    ls,
+    pin,
+    prune,
+    run,
+    show,
+    verify,
+)
 from statetrain.errors import StatetrainError
 
 __all__ = ["main"]
 
 # each has add(commands); its parser's default `command` is what runs, and may return an exit code
-COMMANDS = (run, draw, ls, show, prune, pin, check_store, verify, diff)
+COMMANDS = (run, draw, ls, show, prune, pin, check_store, verify, diff, cp, export, import_)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
