@@ -149,6 +149,8 @@ def as_snapshot(tensors: Mapping[str, torch.Tensor], source: str) -> Snapshot:
         "buffers": {},
         "training": {},
         "extra": {},
+        "aliases": {},
+        "unsaved": [],
     }
     return Snapshot(
         run={**snapshot.capture(Run(state=IMPORTED)), "weights": Part("module", state)},

@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 ABOUT = """\
-Write the parameters and buffers of a checkpoint's modules to a file, bit for bit.
+Write what is in the state_dict of a checkpoint's modules to a file, bit for bit.
 None of the program is imported. One module has the names of its state_dict; those of several
 begin with the field, as in `g.0.weight`.
-
-A checkpoint has a parameter that stands at two places once, under its first name, and buffers
-that state_dict leaves out (persistent=False) too: load such a file with strict=False.
 """
 
 EXAMPLES = """\

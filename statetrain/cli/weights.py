@@ -34,7 +34,7 @@ class _Row:
 
 
 def weights(file: BinaryIO) -> Weights:
-    """Return the parameters and buffers of all modules; tied ones share memory here too.
+    """Return what is in the `state_dict` of all modules; tied tensors share memory here too.
 
     All of the file is verified, and only the bytes of these tensors are kept.
 
@@ -89,7 +89,11 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, str, Any]]:
 def _rows(state: dict[str, Any], module: str) -> dict[str, _Row]:
     """Return a module's tensors by their names in `state_dict`."""
     extra = {_extra(key): v for key, v in state["extra"].items() if isinstance(v, _Row)}
-    named = {**state["parameters"], **state["buffers"], **extra}
+    held = {**state["parameters"], **state["buffers"]}
+    again = {name: held[owner] for name, owner in state["aliases"].items()}
+    named = {**held, **again, **extra}
+    for name in state["unsaved"]:
+        named.pop(name, None)
     for name, value in named.items():
         if not isinstance(value, _Row | None):
             what = value.kind if isinstance(value, Opaque) else type(value).__name__

@@ -18,11 +18,11 @@ log = logging.getLogger("statetrain")
 class Signals:
     """Note signals while the `with` block runs; `received` is the first of them.
 
-    It came at `received_at`. Then `asked` is called, which may set another flag. Handlers that were there before are called
-    too, and are put back at the end. Where a signal came and there was none, it is ignored from
-    then on: it would kill a process that has saved and is on its way out. A second Ctrl-C raises
-    `KeyboardInterrupt` at once. Outside the main thread, where Python allows no handlers, nothing
-    is noted.
+    It came at `received_at`. Then `asked` is called, which may set another flag. Handlers that were
+    there before are called too, and are put back at the end. Where a signal came and there was
+    none, it is ignored from then on: it would kill a process that has saved and is on its way out.
+    A second Ctrl-C raises `KeyboardInterrupt` at once. Outside the main thread, where Python allows
+    no handlers, nothing is noted.
     """
 
     def __init__(

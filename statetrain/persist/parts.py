@@ -123,7 +123,31 @@ def _capture_module(module: nn.Module) -> dict[str, Any]:
         "buffers": {name: None if b is None else b.detach() for name, b in buffers(module)},
         "training": {name: owner.training for name, owner in submodules(module).items()},
         "extra": extra_states(module),
+        "aliases": _aliases(module),
+        "unsaved": _unsaved(module),
     }
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Return the further names in `state_dict` of what has one already, for other tools."""
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    for name, tensor in named:
+        first.setdefault(id(tensor), _canonical(name))
+    every = ((_canonical(name), first[id(tensor)]) for name, tensor in named)
+    return {name: owner for name, owner in every if name != owner}
+
+
+def _unsaved(module: nn.Module) -> list[str]:
+    """Return the names of the buffers that `state_dict` leaves out."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, owner in submodules(module).items()
+        for name in sorted(owner._non_persistent_buffers_set)  # noqa: SLF001 - torch has no getter
+    ]
 
 
 def _restore_module(module: nn.Module, state: dict[str, Any]) -> None:
