@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -370,3 +371,55 @@ def test_loaders_with_workers_go_on_beside_it(tmp_path: Path, gate: Gate) -> Non
     job.on("batch_end")(look)
     job.fit(Ones(), [[batch] for batch in BATCHES])
     assert len(saved(tmp_path)) == 7
+
+
+MEMORY = """
+    import gc, resource, sys, torch, statetrain as st
+
+    class Wide(st.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = torch.nn.Linear(1000, 5_000)  # 20 MB
+
+        def training_step(self, batch, _):
+            return self.wide(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    every = sys.argv[2] or None
+    checkpoints = st.Checkpoints(sys.argv[1], every=every, keep=1)
+    trainer = st.Trainer(max_epochs=1, checkpoints=checkpoints, loggers=[], progress=False)
+    peaks = {}
+    for at in (5, 25):
+        trainer.on("batch_end", at=at)(
+            lambda run: peaks.update({run.step: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
+        )
+    gc.disable()
+    trainer.fit(Wide(), [torch.ones(2, 1000)] * 25)
+    print(peaks[5] >> 10, peaks[25] >> 10)
+"""
+
+
+def peaks(folder: Path, every: str) -> tuple[int, int]:
+    """Return the MiB that a process has needed at most, after 5 steps and after 25."""
+    code, root = textwrap.dedent(MEMORY), str(Path(st.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(folder), every],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    early, late = map(int, done.stdout.split())
+    return early, late
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit there")
+def test_many_saves_take_the_memory_of_one(tmp_path: Path) -> None:
+    early, late = peaks(tmp_path / "saved", "1 steps")
+    without = peaks(tmp_path / "not saved", "")[1]
+    assert late - early <= 16
+    assert late - without <= 39 + 64  # the copy, of gradients too, and 64 MiB
+    assert late - without >= 30  # the control: a copy is made

@@ -8,10 +8,10 @@ from a file names code to run: the kinds are a fixed table, classes are those re
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import numpy as np
@@ -92,14 +92,6 @@ class Encoder:
         self._done: dict[int, tuple[int, object]] = {}
         self._open: set[int] = set()
         self._in_set = 0
-        self._own: dict[type, Callable[[Any], Any]] = {
-            list: self._list,
-            dict: self._dict,
-            bytearray: self._bytearray,
-            np.ndarray: self._array,
-            torch.Tensor: self._sparse,
-            torch.nn.Parameter: self._sparse,
-        }
 
     def encode(self, tree: object) -> Any:
         """Return `tree` as msgpack can hold it.
@@ -148,7 +140,7 @@ class Encoder:
             return self._parts(value, kind)
         own = self._own.get(cls)
         if own is not None:
-            return own(value)
+            return own(self, value)
         entry = registered_as(cls)
         if entry is None:
             raise self._unknown(cls)
@@ -239,6 +231,16 @@ class Encoder:
 
     def _refusal(self, why: str) -> CheckpointError:
         return CheckpointError(f"cannot store {_where(self._path)}: {why}")
+
+    # not bound to an encoder: the cycle would keep a tree's tensors until garbage is collected
+    _own: ClassVar[Mapping[type, Callable[[Encoder, Any], Any]]] = {
+        list: _list,
+        dict: _dict,
+        bytearray: _bytearray,
+        np.ndarray: _array,
+        torch.Tensor: _sparse,
+        torch.nn.Parameter: _sparse,
+    }
 
 
 class Decoder:
