@@ -86,7 +86,7 @@ def bench(session: nox.Session) -> None:
     """
     install(session, "bench")
     folder = session.create_tmp()
-    for name in ("overhead", "fetch", "resume", "memory", "realistic"):
+    for name in ("overhead", "fetch", "resume", "memory", "realistic", "checkpoint"):
         figures = f"{folder}/{name}.json"
         session.run("python", f"bench/{name}.py", "--json", figures, *session.posargs)
     if not session.posargs:

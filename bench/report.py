@@ -38,7 +38,8 @@ def _replaced(found: re.Match[str], folder: Path) -> str:
 
 
 def _markdown(table: dict[str, Any]) -> str:
-    parts = [f"**{table['title'].capitalize()}** ({table['unit']})"]
+    title = table["title"]
+    parts = [f"**{title[:1].upper()}{title[1:]}** ({table['unit']})"]
     parts += [_lines(part) for part in (cells(table["rows"]), gate_cells(table.get("gates", [])))]
     return "\n\n".join(filter(None, parts))
 

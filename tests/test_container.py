@@ -4,6 +4,7 @@ import io
 import random
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import xxhash
 from statetrain.errors import CheckpointError
 from statetrain.persist import container
 from statetrain.persist.codec import DamagedError, pack, unpack
+from statetrain.persist.compare import unequal
 from statetrain.persist.record import Parent, Record, Shard, order_of
 
 UUID = bytes(range(16))
@@ -344,3 +346,52 @@ RECORD_BYTES = (
     "30302e3030302e737473630908c410000102030405060708090a0b0c0d0e0f00a372756ea865787465726e616c"
     "90a364637080a47461677391a566696e616ce7d4bc43240c659431584e9e7a11c928535443454e440d0a"
 )
+
+
+def live() -> dict[str, Any]:
+    base = torch.zeros(40, 30)
+    return {"a": base, "view": base[2:5], "b": [torch.zeros(7, dtype=torch.bfloat16)]}
+
+
+def test_live_tensors_get_the_values_where_they_are() -> None:
+    wanted, here, file = live(), live(), io.BytesIO()
+    wanted["a"].normal_()
+    wanted["b"][0].fill_(1.5)
+    places = here["a"].data_ptr(), here["b"][0].data_ptr()
+    container.write(wanted, file)
+    container.read_into(file, here)
+    assert unequal(here, wanted) == []
+    assert (here["a"].data_ptr(), here["b"][0].data_ptr()) == places
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": torch.zeros(40, 31), "view": torch.zeros(3, 30), "b": [torch.zeros(7)]},
+        {**live(), "view": torch.zeros(3, 30)},  # it shares no memory
+        {**live(), "c": torch.zeros(2)},
+    ],
+)
+def test_live_tensors_that_are_others_stay_as_they_are(other: dict[str, Any]) -> None:
+    file, wanted = io.BytesIO(), live()
+    wanted["a"].normal_()
+    container.write(wanted, file)
+    with pytest.raises(CheckpointError, match="are not those of the tree"):
+        container.read_into(file, other)
+    assert not other["a"].any()
+
+
+def test_nothing_live_changes_where_a_byte_is_damaged() -> None:
+    file, wanted, here = io.BytesIO(), live(), live()
+    wanted["b"][0].fill_(1.5)
+    segment = container.write(wanted, file)
+    data = bytearray(file.getvalue())
+    data[segment.index_off - 70] ^= 1
+    with pytest.raises(DamagedError):
+        container.read_into(io.BytesIO(bytes(data)), here)
+    assert unequal(here, live()) == []
+
+
+def test_a_message_is_not_as_long_as_what_is_damaged() -> None:
+    assert len(str(DamagedError("x" * 10_000))) == 501
+    assert str(DamagedError("short")) == "short"

@@ -37,13 +37,21 @@ TENSOR, ARRAY, BIG_INT, ALIAS, COMPLEX, SURROGATES, BYTEARRAY, SCALAR, CLASS = (
     *range(1, 9),
     48,
 )
+LONGEST = 500  # characters of a message
 MAX_DEPTH = 128
 MAX_INDEX = 1 << 30
 INLINE = 4096  # a smaller array costs less in the index than as a blob of its own
 
 
 class DamagedError(CheckpointError):
-    """Bytes that are not what was written: another checkpoint may still be whole."""
+    """Bytes that are not what was written: another checkpoint may still be whole.
+
+    What a file holds may stand in the message, so it is cut short.
+    """
+
+    def __init__(self, message: str) -> None:
+        cut = len(message) > LONGEST
+        super().__init__(f"{message[:LONGEST]}…" if cut else message)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -420,7 +428,9 @@ def _restored(entry: Registered, version: int, state: object) -> object:
     except CheckpointError:
         raise
     except Exception as error:  # what it raises is the user's choice
-        raise CheckpointError(f"cannot build {entry.name!r} from its state: {error!r}") from error
+        raise CheckpointError(
+            f"cannot build {entry.name!r} from its state: {error!r:.300}"
+        ) from error
 
 
 def _where(path: Iterable[object]) -> str:

@@ -157,15 +157,18 @@ def read_into(file: BinaryIO, tree: object) -> None:
     copied: list[tuple[torch.Tensor, torch.Tensor]] = []
     for here, there in places.items():
         number = tables.storages[there][0]
-        if number is not None:
-            target = plan.blobs[plan.storages[here][0]].bytes()
-            landing = target if target.is_cpu else torch.empty_like(target, device="cpu")
-            spans.append((tables.blobs[number][0], landing.numpy().data))
-            copied.append((target, landing))
+        if number is None:
+            continue
+        blob = plan.blobs[plan.storages[here][0]]
+        view = blob.view()
+        if view is None:  # on another device
+            landing = torch.empty(blob.nbytes, dtype=torch.uint8)
+            copied.append((blob.bytes(), landing))
+            view = landing.numpy().data
+        spans.append((tables.blobs[number][0], view))
     read_spans(file, spans)
     for target, landing in copied:
-        if landing is not target:
-            target.copy_(landing)
+        target.copy_(landing)
 
 
 def _matches(name: str, plan: Plan, tables: Tables, places: dict[int, int]) -> bool:

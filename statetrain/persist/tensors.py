@@ -69,6 +69,10 @@ class Blob:
         assert not isinstance(self.source, np.ndarray)  # noqa: S101
         return byte_view(self.source, self.start, self.nbytes)
 
+    def view(self) -> memoryview | None:
+        """Return the bytes of a storage where they are, if the CPU can write them."""
+        return _memory(self.address + self.start, self.nbytes) if self.address else None
+
     def array(self) -> np.ndarray[Any, Any]:
         """Return the bytes of an array."""
         assert isinstance(self.source, np.ndarray)  # noqa: S101
